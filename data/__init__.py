@@ -1,0 +1,1 @@
+"""Tokens and batches: video, images and text from files to masked, packed rows."""

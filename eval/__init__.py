@@ -1,0 +1,1 @@
+"""Needle-in-a-haystack and question-answering evaluation, and its reports."""

@@ -1,0 +1,1 @@
+"""Models, training, sampling, planning and the command line."""

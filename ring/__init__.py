@@ -1,0 +1,1 @@
+"""Exact attention sharded along the sequence."""
