@@ -1,8 +1,8 @@
 """Tokenized corpora on disk: a tensorflow-datasets builder writing ArrayRecord, and the reader.
 
-A corpus directory holds `tokens/1.0.0/` (a TFDS data set that `tfds.builder_from_directory` opens), `lengths.npy`,
-`learned.npy` and `manifest.json`. It is written beside its final place and renamed when whole, the manifest last, so
-that a directory that opens is a corpus that was finished.
+A corpus directory holds `part-00000/tokens/1.0.0/` and so on (each a TFDS data set that `tfds.builder_from_directory`
+opens), `lengths.npy`, `learned.npy` and `manifest.json`. It is written beside its final place and renamed when whole,
+the manifest last, so that a directory that opens is a corpus that was finished.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import errno
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -57,6 +58,8 @@ class Corpus:
         self.counts: dict[str, int] = dict(manifest["counts"])
         self.lengths: NDArray[np.int32] = np.load(directory / "lengths.npy", mmap_mode="r")
         self.learned: NDArray[np.int32] = np.load(directory / "learned.npy", mmap_mode="r")
+        self._starts = np.cumsum([0, *manifest["parts"]])[:-1]
+        self._sources: dict[int, Any] = {}
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str]) -> Corpus:
@@ -106,7 +109,7 @@ class Corpus:
             if not 0 <= index < len(self):
                 raise IndexError(f"corpus {self.name} has examples 0 .. {len(self) - 1}, not {index}")
         try:
-            records = self._records.__getitems__(wanted)
+            records = self._records(wanted)
         except (RuntimeError, ValueError, OSError, IndexError) as error:
             raise CorpusError(
                 f"the corpus at {self.directory} is damaged: examples {wanted[:4]} cannot be read "
@@ -133,12 +136,24 @@ class Corpus:
         if _fingerprint(self.name, self.vocabulary, self.tokenizers, digest.hexdigest()) != self.fingerprint:
             raise CorpusError(f"the corpus at {self.directory} does not match its fingerprint; build it again")
 
-    @functools.cached_property
-    def _records(self) -> Any:
-        import tensorflow_datasets as tfds
+    def _records(self, wanted: Sequence[int]) -> list[Any]:
+        """TFDS records of the examples asked for, read part by part."""
+        parts = np.searchsorted(self._starts, wanted, side="right") - 1
+        records: list[Any] = [None] * len(wanted)
+        for part in np.unique(parts):
+            (places,) = np.nonzero(parts == part)
+            within = [wanted[place] - int(self._starts[part]) for place in places]
+            for place, record in zip(places, self._source(int(part)).__getitems__(within), strict=True):
+                records[place] = record
+        return records
 
-        builder = tfds.builder_from_directory(str(self.directory / _DATA_SET / _VERSION))
-        return builder.as_data_source(split="train")
+    def _source(self, part: int) -> Any:
+        if part not in self._sources:
+            import tensorflow_datasets as tfds
+
+            builder = tfds.builder_from_directory(str(self.directory / _part_name(part) / _DATA_SET / _VERSION))
+            self._sources[part] = builder.as_data_source(split="train")
+        return self._sources[part]
 
     def __reduce__(self) -> tuple[Callable[[str], Corpus], tuple[str]]:
         return Corpus.open, (str(self.directory),)
@@ -155,7 +170,7 @@ def build_corpus(
     vocabulary: Vocabulary,
     input_fingerprint: str,
     tokenizers: Mapping[str, str] | None = None,
-    num_shards: int | None = None,
+    part_tokens: int = 1 << 24,
     overwrite: bool = False,
     max_skipped_share: float = 0.1,
     progress: Callable[[int], None] | None = None,
@@ -165,7 +180,8 @@ def build_corpus(
     input_fingerprint: any string that changes when the examples would (manifest, tokenizers, options); a finished
         corpus made from other input is an error unless `overwrite`.
     tokenizers: name -> fingerprint, kept in the manifest.
-    num_shards: number of ArrayRecord files; TFDS chooses by size when None.
+    part_tokens: tokens to a part, each one TFDS data set of one ArrayRecord file. A part is held in memory while it is
+        written (TFDS without TensorFlow cannot spill to disk, and fails beyond 1 GB), about 10 bytes a token.
     max_skipped_share: BadExamples, and examples with no slot or no learned target, are left out and listed in the
         manifest; CorpusError when they are more than this share of all.
     progress: called with the number of examples seen so far, after each.
@@ -180,8 +196,8 @@ def build_corpus(
         )
     if not 0 <= max_skipped_share <= 1:
         raise ValueError(f"max_skipped_share is {max_skipped_share}; it must lie between 0 and 1")
-    if num_shards is not None and num_shards < 1:
-        raise ValueError(f"num_shards is {num_shards}; it must be at least 1")
+    if part_tokens < 1:
+        raise ValueError(f"part_tokens is {part_tokens}; it must be at least 1")
     finished = _finished(path, name, input_fingerprint, overwrite)
     if finished is not None:
         return finished
@@ -194,8 +210,8 @@ def build_corpus(
                 shutil.rmtree(partial, ignore_errors=True)
                 return finished
             try:
-                record = _write_data_set(partial, name, examples, vocabulary, num_shards, max_skipped_share, progress)
-                _write_manifest(partial, name, vocabulary, input_fingerprint, dict(tokenizers or {}), record)
+                feed = _write_parts(partial, name, examples, vocabulary, part_tokens, max_skipped_share, progress)
+                _write_manifest(partial, name, vocabulary, input_fingerprint, dict(tokenizers or {}), feed)
                 _move_into_place(partial, path)
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -269,27 +285,19 @@ class _Feed:
         self.counts = dict.fromkeys(("examples", "tokens", "vision_tokens", "learned", "skipped"), 0)
         self.skipped: list[dict[str, str]] = []
         self.digest = _ContentDigest()
-        self.error: BaseException | None = None
-        self.exhausted = False
+        self.parts: list[int] = []
 
     def __iter__(self) -> Iterator[TokenizedExample]:
-        try:
-            for done, example in enumerate(self._examples, start=1):
-                reason = example.reason if isinstance(example, BadExample) else self._take(example)
-                if reason is not None:
-                    self.counts["skipped"] += 1
-                    if len(self.skipped) < _MAX_LISTED:
-                        self.skipped.append({"id": example.id, "source": example.source, "reason": reason})
-                elif isinstance(example, TokenizedExample):
-                    yield example
-                if self._progress is not None:
-                    self._progress(done)
-            self.exhausted = True
-        except GeneratorExit:
-            raise
-        except BaseException as error:
-            self.error = error
-            raise
+        for done, example in enumerate(self._examples, start=1):
+            reason = example.reason if isinstance(example, BadExample) else self._take(example)
+            if reason is not None:
+                self.counts["skipped"] += 1
+                if len(self.skipped) < _MAX_LISTED:
+                    self.skipped.append({"id": example.id, "source": example.source, "reason": reason})
+            elif isinstance(example, TokenizedExample):
+                yield example
+            if self._progress is not None:
+                self._progress(done)
 
     def _take(self, example: TokenizedExample) -> str | None:
         """Counts an example in, or says why it is left out."""
@@ -317,44 +325,65 @@ class _Feed:
         return None
 
 
-def _write_data_set(
+def _write_parts(
     partial: Path,
     name: str,
     examples: Iterable[TokenizedExample | BadExample],
     vocabulary: Vocabulary,
-    num_shards: int | None,
+    part_tokens: int,
     max_skipped_share: float,
     progress: Callable[[int], None] | None,
 ) -> _Feed:
-    import tensorflow_datasets as tfds
-
     feed = _Feed(examples, vocabulary, progress)
-    tfds.disable_progress_bar()
-    builder = _builder_class()(feed, data_dir=str(partial))
-    config = tfds.download.DownloadConfig(try_download_gcs=False, num_shards=num_shards)
-    failure: Exception | None = None
-    try:
-        builder.download_and_prepare(download_dir=str(partial / "downloads"), download_config=config)
-    except Exception as error:
-        # TFDS wraps what the examples raised; the caller gets the original.
-        if feed.error is not None:
-            raise feed.error from None
-        failure = error
+    good = iter(feed)
+    # One example ahead, because TFDS refuses a data set without any.
+    waiting = list(itertools.islice(good, 1))
+    while waiting:
+        part = list(_take_part(waiting, good, part_tokens))
+        feed.parts.append(len(part))
+        _write_part(partial, len(feed.parts) - 1, part)
     seen = feed.counts["examples"] + feed.counts["skipped"]
     first = f"; the first: {feed.skipped[0]['id']!r}, {feed.skipped[0]['reason']}" if feed.skipped else ""
-    if feed.counts["examples"] == 0 and feed.exhausted:
+    if feed.counts["examples"] == 0:
         raise CorpusError(f"corpus {name!r} would be empty: {seen} examples were given, none usable{first}")
-    if failure is not None:
-        raise OSError(_errno_of(failure), _reason(failure)) from failure
     if feed.counts["skipped"] > max_skipped_share * seen:
         raise CorpusError(
             f"corpus {name!r}: {feed.counts['skipped']} of {seen} examples are unusable, more than the allowed "
             f"{max_skipped_share:.0%}{first}"
         )
-    shutil.rmtree(partial / "downloads", ignore_errors=True)
     np.save(partial / "lengths.npy", np.asarray(feed.lengths, np.int32))
     np.save(partial / "learned.npy", np.asarray(feed.learned, np.int32).reshape(-1, 2))
     return feed
+
+
+def _take_part(
+    waiting: list[TokenizedExample], good: Iterator[TokenizedExample], part_tokens: int
+) -> Iterator[TokenizedExample]:
+    """Examples until they hold `part_tokens`, at least one; the one too many stays in `waiting`."""
+    num_tokens = 0
+    while waiting:
+        if num_tokens and num_tokens + len(waiting[0]) > part_tokens:
+            return
+        example = waiting.pop()
+        num_tokens += len(example)
+        yield example
+        waiting.extend(itertools.islice(good, 1))
+
+
+def _write_part(partial: Path, index: int, examples: Sequence[TokenizedExample]) -> None:
+    import tensorflow_datasets as tfds
+
+    tfds.disable_progress_bar()
+    directory = partial / _part_name(index)
+    downloads = directory / "downloads"
+    builder = _builder_class()(examples, data_dir=str(directory))
+    config = tfds.download.DownloadConfig(try_download_gcs=False, num_shards=1)
+    try:
+        builder.download_and_prepare(download_dir=str(downloads), download_config=config)
+    except RuntimeError as error:
+        # What the ArrayRecord writer raises, whatever the system's reason.
+        raise OSError(_errno_of(error), _reason(error)) from error
+    shutil.rmtree(downloads, ignore_errors=True)
 
 
 @functools.cache
@@ -363,7 +392,7 @@ def _builder_class() -> Any:
     import tensorflow_datasets as tfds
 
     class Tokens(tfds.core.GeneratorBasedBuilder):
-        """Token ids and learned flags of one corpus, one record an example, in the order given."""
+        """Token ids and learned flags of one part of a corpus, one record an example, in the order given."""
 
         name = _DATA_SET
         VERSION = tfds.core.Version(_VERSION)
@@ -371,14 +400,8 @@ def _builder_class() -> Any:
         pkg_dir_path = Path(__file__).parent
         code_path = None
 
-        # TFDS orders by sorting buckets in memory; keys that grow with the bytes written spread the examples over its
-        # thousand buckets in order, so that memory stays near one bucket whatever the corpus weighs.
-        BUCKET_BYTES = 128 << 20
-        NUM_BUCKETS = 1000
-        KEY_BITS = 128
-
-        def __init__(self, feed: Iterable[TokenizedExample], *, data_dir: str) -> None:
-            self._feed = feed
+        def __init__(self, examples: Sequence[TokenizedExample], *, data_dir: str) -> None:
+            self._examples = examples
             super().__init__(data_dir=data_dir, file_format="array_record")
 
         def _info(self) -> Any:
@@ -396,20 +419,9 @@ def _builder_class() -> Any:
             return {"train": self._generate_examples()}
 
         def _generate_examples(self) -> Iterator[tuple[int, dict[str, Any]]]:
-            stride = (1 << self.KEY_BITS) // self.NUM_BUCKETS + 1
-            num_bytes = 0
-            for index, example in enumerate(self._feed):
-                bucket = min(num_bytes // self.BUCKET_BYTES, self.NUM_BUCKETS - 1)
-                num_bytes += example.tokens.nbytes + example.learn.nbytes
-                yield (
-                    bucket * stride + index,
-                    {
-                        "tokens": example.tokens,
-                        "learn": example.learn.astype(np.uint8),
-                        "id": example.id,
-                        "source": example.source,
-                    },
-                )
+            for index, example in enumerate(self._examples):
+                record = {"tokens": example.tokens, "learn": example.learn.astype(np.uint8)}
+                yield index, {**record, "id": example.id, "source": example.source}
 
         def _log_download_bytes(self) -> None:
             """Nothing is downloaded; the caller reports progress."""
@@ -417,6 +429,10 @@ def _builder_class() -> Any:
         _log_download_done = _log_download_bytes
 
     return Tokens
+
+
+def _part_name(index: int) -> str:
+    return f"part-{index:05d}"
 
 
 def _write_manifest(
@@ -433,6 +449,7 @@ def _write_manifest(
         "vocabulary": vocabulary.to_dict(),
         "tokenizers": tokenizers,
         "counts": feed.counts,
+        "parts": feed.parts,
         "skipped": feed.skipped,
         "files": {
             file.relative_to(partial).as_posix(): {"bytes": file.stat().st_size, "sha256": _sha256(file)}

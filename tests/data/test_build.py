@@ -33,17 +33,18 @@ def build(directory, examples=None, **options):
     return build_corpus(directory, "small", make_examples(30) if examples is None else examples, **options)
 
 
-@pytest.mark.parametrize("num_shards", [None, 3])
-def test_examples_come_back_in_order_with_lengths_and_counts(tmp_path, num_shards):
+@pytest.mark.parametrize(("part_tokens", "most_parts"), [(1 << 20, 1), (100, 10), (1, 30)])
+def test_examples_come_back_in_order_with_lengths_and_counts(tmp_path, part_tokens, most_parts):
     done = []
-    corpus = build(tmp_path / "c", num_shards=num_shards, progress=done.append)
+    corpus = build(tmp_path / "c", part_tokens=part_tokens, progress=done.append)
     expected = list(make_examples(30))
     assert done == list(range(1, 31))
     assert len(corpus) == 30
     assert corpus.name == "small"
     assert corpus.vocabulary == VOCABULARY
     assert corpus.tokenizers == {"text": "t"}
-    assert len(list((tmp_path / "c" / "tokens" / "1.0.0").glob("*.array_record*"))) == (num_shards or 1)
+    files = list((tmp_path / "c").glob("part-*/tokens/1.0.0/*.array_record*"))
+    assert most_parts // 2 < len(files) == len(corpus.manifest["parts"]) <= most_parts
     for index in [29, 0, 17, *range(30)]:
         got = corpus[index]
         np.testing.assert_array_equal(got.tokens, expected[index].tokens)
@@ -64,6 +65,8 @@ def test_examples_come_back_in_order_with_lengths_and_counts(tmp_path, num_shard
         corpus[30]
     with pytest.raises(IndexError):
         corpus[-1]
+    mixed = [29, 3, 28, 3]
+    assert [example.id for example in corpus.read(mixed)] == [f"é{index}" for index in mixed]
     corpus.verify()
     assert len(list(iter(corpus))) == 30
 
@@ -72,13 +75,13 @@ def test_no_leftovers_beside_a_finished_corpus(tmp_path):
     build(tmp_path / "c")
     assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
     assert sorted(entry.name for entry in (tmp_path / "c").iterdir()) == [
-        "learned.npy", "lengths.npy", "manifest.json", "tokens",
+        "learned.npy", "lengths.npy", "manifest.json", "part-00000",
     ]  # fmt: skip
 
 
 def test_the_fingerprint_depends_on_content_alone(tmp_path):
     first = build(tmp_path / "a").fingerprint
-    assert build(tmp_path / "b", num_shards=2, input_fingerprint="other").fingerprint == first
+    assert build(tmp_path / "b", part_tokens=50, input_fingerprint="other").fingerprint == first
     assert build(tmp_path / "c", make_examples(30, seed=1)).fingerprint != first
     assert build(tmp_path / "d", tokenizers={"text": "other"}).fingerprint != first
 
@@ -203,7 +206,7 @@ def damage_fields(directory):
 
 
 def cut_records(directory):
-    (file,) = (directory / "tokens" / "1.0.0").glob("*.array_record*")
+    (file,) = directory.glob("part-*/tokens/1.0.0/*.array_record*")
     os.truncate(file, file.stat().st_size - 1)
 
 
@@ -222,8 +225,8 @@ def test_a_damaged_corpus_is_refused_and_built_again(tmp_path, damage):
 
 
 def test_a_flipped_bit_is_found(tmp_path):
-    corpus = build(tmp_path / "c", num_shards=1)
-    (file,) = (tmp_path / "c" / "tokens" / "1.0.0").glob("*.array_record*")
+    corpus = build(tmp_path / "c")
+    (file,) = (tmp_path / "c").glob("part-*/tokens/1.0.0/*.array_record*")
     content = bytearray(file.read_bytes())
     content[70] ^= 4
     file.write_bytes(content)
