@@ -132,7 +132,7 @@ def summarize(records: Sequence[Record], *, threshold: float = 0.85, num_failure
 
     `accuracy`, `accuracy_by_length`, `accuracy_by_depth`, `cells` and `effective_context_length` are of the single
     needles; `distractor_*` of the prompts with several; `control_accuracy` of both controls together, `controls` of
-    each, with the probability that a guesser does at least as well. Keys of the by-length dicts are strings, as in JSON.
+    each, with the probability that a guesser does at least as well. Keys of the by-length dicts are strings (JSON).
     A value that nothing was measured for is None.
     """
     single = [r for r in records if r["kind"] == "single"]
