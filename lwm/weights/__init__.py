@@ -1,0 +1,1 @@
+"""Other people's weights: reading them in, writing ours out."""
