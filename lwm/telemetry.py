@@ -41,8 +41,8 @@ def format_duration(seconds: float) -> str:
 
 def format_count(value: float) -> str:
     """Three digits and a scale: `950`, `84.1k`, `1.23M`."""
-    for limit, scale, suffix in ((1e3, 1.0, ""), (1e6, 1e3, "k"), (1e9, 1e6, "M"), (1e12, 1e9, "G")):
-        if abs(value) < limit * 0.9995 or suffix == "G":
+    for limit, scale, suffix in ((1e3, 1.0, ""), (1e6, 1e3, "k"), (1e9, 1e6, "M"), (1e12, 1e9, "G"), (math.inf, 1e12, "T")):
+        if abs(value) < limit * 0.9995:
             scaled = value / scale
             decimals = 0 if abs(scaled) >= 99.95 or not suffix else 1 if abs(scaled) >= 9.995 else 2
             return f"{scaled:.{decimals}f}{suffix}"
