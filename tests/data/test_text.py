@@ -89,7 +89,7 @@ def test_what_is_no_model_is_named(tmp_path, content):
 
 def test_a_model_without_eos_is_refused(tmp_path):
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXTS), model_prefix=str(tmp_path / "m"), vocab_size=60, eos_id=-1, minloglevel=2
+        sentence_iterator=iter(TEXTS), model_prefix=str(tmp_path / "m"), vocab_size=50, eos_id=-1, minloglevel=2
     )
     with pytest.raises(ValueError, match="has no EOS"):
         TextTokenizer.load(tmp_path / "m.model")
