@@ -171,6 +171,7 @@ def apply_overrides(tree: Tree, overrides: Sequence[str]) -> None:
             step = _step(node, key, path, source)
             if isinstance(node, dict) and node.get(key) is None:
                 node[key] = {}
+                tree.origins[(*path, step)] = source
             node = node[step]
             path = (*path, step)
         step = _step(node, keys[-1], path, source)
@@ -229,7 +230,7 @@ def _describe_one(problem: Any, model: type[BaseModel], tree: Tree | None) -> st
     if problem["type"] == "extra_forbidden":
         return where + _unknown_key(path, model)
     if problem["type"] == "missing":
-        return f"{where}{name} is missing; {_describe_field(path, model)}".rstrip("; ")
+        return f"{where}{name} is missing{_describe_field(path, model)}"
     if "field" in context:
         return f"{where}{problem['msg']}"
     text = problem["msg"].replace("Input should be", "it must be").replace("Value error, ", "")
@@ -261,7 +262,7 @@ def _describe_field(path: KeyPath, model: type[BaseModel]) -> str:
     *parents, key = path
     owner = model_at(model, tuple(parents))
     info = owner.model_fields.get(str(key)) if owner else None
-    return f"it is {info.description}" if info is not None and info.description else ""
+    return f" ({info.description})" if info is not None and info.description else ""
 
 
 def model_at(model: type[BaseModel], path: KeyPath) -> type[BaseModel] | None:
