@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from eval import scoring
+from eval.haystack import Tokenizer
 from eval.protocol import Case, Model
 
 RECORDS_NAME = "cases.jsonl"
@@ -43,6 +45,16 @@ class Progress:
 def record_key(case: Case, model_id: str) -> str:
     """sha256 that tells this case put to this model from every other pair."""
     return hashlib.sha256(f"{case.key}\n{model_id}".encode()).hexdigest()
+
+
+def text_decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
+    """ids -> text for answers, where a model may say anything: each run of ids that are no text becomes one \ufffd."""
+
+    def decode(ids: Sequence[int]) -> str:
+        runs = itertools.groupby((int(i) for i in ids), lambda i: 0 <= i < tokenizer.size)
+        return "".join(tokenizer.decode(list(run)) if is_text else "\ufffd" for is_text, run in runs)
+
+    return decode
 
 
 def read_records(path: Path) -> dict[str, dict[str, Any]]:
@@ -110,7 +122,7 @@ def run(
     """Answer every case that `path` has no record of, and return the records of all cases in the cases' order.
 
     model_id: anything that changes when the model's answers may (a checkpoint's fingerprint and step).
-    decode: ids -> text, the tokenizer's. Records of other cases or models in the file stay there untouched.
+    decode: ids -> text (see `text_decoder`). Records of other cases or models in the file stay there untouched.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

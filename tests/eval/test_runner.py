@@ -151,6 +151,23 @@ def test_evaluate_writes_the_summary(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["cases.jsonl", "summary.json"]
 
 
+def test_answers_that_are_no_text_are_shown_as_such():
+    class Letters:
+        size, bos_id, eos_id = 10, 8, 9
+
+        def encode(self, text):
+            return [int(c) for c in text]
+
+        def decode(self, ids):
+            assert all(0 <= i < 10 for i in ids)
+            return "".join(map(str, ids))
+
+    decode = runner.text_decoder(Letters())
+    assert decode([4, 8, 2]) == "482"
+    assert decode(np.array([4, 8, 12, 900, 2])) == "48\ufffd2"
+    assert decode([]) == ""
+
+
 def test_json_with_nan_leaves_the_old_file(tmp_path):
     path = tmp_path / "summary.json"
     runner.write_json(path, {"a": 1})
