@@ -7,14 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
-from lwm.sharding import mesh_sizes, spec_for
+from lwm.sharding import AnyMesh, mesh_sizes, spec_for
 
 AxisNames = tuple[str, ...]
 
 
-def on_each_device(function: Callable[..., Any], mesh: Mesh | None, in_axes: Any, out_axes: Any) -> Callable[..., Any]:
+def on_each_device(
+    function: Callable[..., Any], mesh: AnyMesh | None, in_axes: Any, out_axes: Any
+) -> Callable[..., Any]:
     """`function` applied to every device's shards of its arguments (called directly without a mesh).
 
     `in_axes` and `out_axes` are trees of logical axes, one tuple per array.

@@ -7,10 +7,9 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from lwm.collectives import all_gather, on_each_device, own_part, psum, psum_scatter
-from lwm.sharding import WEIGHT_AXES, Axes, axis_names, mesh_sizes
+from lwm.sharding import WEIGHT_AXES, AnyMesh, Axes, axis_names, mesh_sizes
 
 TABLE_AXES: Axes = (None, "lookup_embed")
 
@@ -18,7 +17,7 @@ _Tables = tuple[jax.Array, ...]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def lookup(dtype: str, mesh: Mesh | None, token_axes: Axes, tables: _Tables, tokens_BS: jax.Array) -> jax.Array:
+def lookup(dtype: str, mesh: AnyMesh | None, token_axes: Axes, tables: _Tables, tokens_BS: jax.Array) -> jax.Array:
     """Rows of the float32 `tables` (each [V, E], ids counted through all of them) in `dtype`: [B, S, E].
 
     The tables are gathered in `dtype`; their gradient is summed in float32, whatever `dtype` is, because a frequent
@@ -36,13 +35,13 @@ def lookup(dtype: str, mesh: Mesh | None, token_axes: Axes, tables: _Tables, tok
 
 
 def _lookup_forward(
-    dtype: str, mesh: Mesh | None, token_axes: Axes, tables: _Tables, tokens_BS: jax.Array
+    dtype: str, mesh: AnyMesh | None, token_axes: Axes, tables: _Tables, tokens_BS: jax.Array
 ) -> tuple[jax.Array, tuple[_Tables, jax.Array]]:
     return lookup(dtype, mesh, token_axes, tables, tokens_BS), (tables, tokens_BS)
 
 
 def _lookup_backward(
-    dtype: str, mesh: Mesh | None, token_axes: Axes, saved: tuple[_Tables, jax.Array], dx_BSE: jax.Array
+    dtype: str, mesh: AnyMesh | None, token_axes: Axes, saved: tuple[_Tables, jax.Array], dx_BSE: jax.Array
 ) -> tuple[_Tables, None]:
     assert token_axes == ("batch", "sequence"), "gradients are summed over the devices that the tokens are split over"
     tables, tokens_BS = saved

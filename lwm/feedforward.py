@@ -8,11 +8,10 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from lwm.collectives import AxisNames, all_gather, on_each_device, psum, psum_scatter
-from lwm.sharding import WEIGHT_AXES, Axes, axis_names, constrain, mesh_sizes
+from lwm.sharding import WEIGHT_AXES, AnyMesh, Axes, axis_names, constrain, mesh_sizes
 
 GATE_AXES: Axes = ("embed", "mlp")
 DOWN_AXES: Axes = ("mlp", "embed")
@@ -25,7 +24,7 @@ def gathered(axes: Axes) -> Axes:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def project(equation: str, axes: Axes, mesh: Mesh | None, x: jax.Array, weight: jax.Array) -> jax.Array:
+def project(equation: str, axes: Axes, mesh: AnyMesh | None, x: jax.Array, weight: jax.Array) -> jax.Array:
     """einsum of activations x with a float32 `weight` of logical `axes`, computed and returned in x's dtype.
 
     The weight is cast and then gathered; nothing gathered is kept for the backward pass, and its gradient is
@@ -35,13 +34,13 @@ def project(equation: str, axes: Axes, mesh: Mesh | None, x: jax.Array, weight: 
 
 
 def _project_forward(
-    equation: str, axes: Axes, mesh: Mesh | None, x: jax.Array, weight: jax.Array
+    equation: str, axes: Axes, mesh: AnyMesh | None, x: jax.Array, weight: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     return project(equation, axes, mesh, x, weight), (x, weight)
 
 
 def _project_backward(
-    equation: str, axes: Axes, mesh: Mesh | None, saved: tuple[jax.Array, jax.Array], dy: jax.Array
+    equation: str, axes: Axes, mesh: AnyMesh | None, saved: tuple[jax.Array, jax.Array], dy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     x, weight = saved
     inputs, output = equation.split("->")
@@ -56,7 +55,13 @@ project.defvjp(_project_forward, _project_backward)
 
 
 def feed_forward(
-    x_BSE: jax.Array, gate_EF: jax.Array, up_EF: jax.Array, down_FE: jax.Array, *, chunk: int | None, mesh: Mesh | None
+    x_BSE: jax.Array,
+    gate_EF: jax.Array,
+    up_EF: jax.Array,
+    down_FE: jax.Array,
+    *,
+    chunk: int | None,
+    mesh: AnyMesh | None,
 ) -> jax.Array:
     """down(silu(gate x) * up x) in x's dtype.
 
@@ -77,7 +82,7 @@ def chunk_length(num_tokens: int, chunk: int) -> int:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _blockwise(
-    chunk: int, mesh: Mesh | None, x_BSE: jax.Array, gate_EF: jax.Array, up_EF: jax.Array, down_FE: jax.Array
+    chunk: int, mesh: AnyMesh | None, x_BSE: jax.Array, gate_EF: jax.Array, up_EF: jax.Array, down_FE: jax.Array
 ) -> jax.Array:
     tp, shared, _ = _axes(mesh)
 
@@ -100,12 +105,12 @@ _SHARED_DIMS = (0, 0, 1)
 
 
 def _blockwise_forward(
-    chunk: int, mesh: Mesh | None, x_BSE: jax.Array, gate_EF: jax.Array, up_EF: jax.Array, down_FE: jax.Array
+    chunk: int, mesh: AnyMesh | None, x_BSE: jax.Array, gate_EF: jax.Array, up_EF: jax.Array, down_FE: jax.Array
 ) -> tuple[jax.Array, _Saved]:
     return _blockwise(chunk, mesh, x_BSE, gate_EF, up_EF, down_FE), (x_BSE, gate_EF, up_EF, down_FE)
 
 
-def _blockwise_backward(chunk: int, mesh: Mesh | None, saved: _Saved, dy_BSE: jax.Array) -> _Saved:
+def _blockwise_backward(chunk: int, mesh: AnyMesh | None, saved: _Saved, dy_BSE: jax.Array) -> _Saved:
     tp, shared, dp = _axes(mesh)
 
     def local(dy_BSE: jax.Array, x_BSE: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
@@ -137,7 +142,7 @@ def _blockwise_backward(chunk: int, mesh: Mesh | None, saved: _Saved, dy_BSE: ja
 _blockwise.defvjp(_blockwise_forward, _blockwise_backward)
 
 
-def _axes(mesh: Mesh | None) -> tuple[AxisNames, AxisNames, AxisNames]:
+def _axes(mesh: AnyMesh | None) -> tuple[AxisNames, AxisNames, AxisNames]:
     sizes = mesh_sizes(mesh)
     return axis_names(("tp",), sizes), axis_names(WEIGHT_AXES, sizes), axis_names(("dp",), sizes)
 

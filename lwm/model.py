@@ -12,13 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
 
 import ring
 from lwm import embedding, rope, sharding
 from lwm.config import ModelConfig
 from lwm.feedforward import feed_forward, project
-from lwm.sharding import Axes, Params, constrain
+from lwm.sharding import AnyMesh, Axes, Params, constrain
 
 Rotation = tuple[jax.Array, jax.Array]
 # attend(q_BSHD, k_BSGD, v_BSGD) -> (out_BSHD, state): queries and keys are rotated; `state` is what the caller wants
@@ -43,11 +42,11 @@ class Compute:
     token_axes: Axes = ("batch", "sequence")
 
     @property
-    def mesh(self) -> Mesh | None:
+    def mesh(self) -> AnyMesh | None:
         return None if self.plan is None else self.plan.mesh
 
 
-def init(config: ModelConfig, key: jax.Array, mesh: Mesh | None = None) -> Params:
+def init(config: ModelConfig, key: jax.Array, mesh: AnyMesh | None = None) -> Params:
     """Initial float32 parameters, placed by the table's shardings when a mesh is given; values do not depend on it."""
     shardings = None if mesh is None else sharding.parameter_shardings(config, mesh)
     return jax.jit(lambda key: sharding.init_parameters(config, key), out_shardings=shardings)(key)

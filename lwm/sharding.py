@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lwm.config import MeshConfig, ModelConfig, resolve_mesh
 
 Params = dict[str, Any]
+# A mesh of devices, or only its shape, to compile for devices that are not there.
+AnyMesh = Mesh | AbstractMesh
 
 # tp varies fastest: its collectives are the most frequent, so its devices are the nearest neighbours.
 MESH_AXIS_NAMES = ("dp", "fsdp", "sp", "ulysses", "tp")
@@ -142,12 +144,12 @@ def spec_for(
     return PartitionSpec(*entries)
 
 
-def mesh_sizes(mesh: Mesh | None) -> dict[str, int]:
+def mesh_sizes(mesh: AnyMesh | None) -> dict[str, int]:
     """Axis name -> number of devices; empty without a mesh."""
     return {} if mesh is None else dict(mesh.shape)
 
 
-def constrain(x: jax.Array, axes: Axes, mesh: Mesh | None) -> jax.Array:
+def constrain(x: jax.Array, axes: Axes, mesh: AnyMesh | None) -> jax.Array:
     """`x` with the sharding its logical axes ask for; unchanged without a mesh."""
     if mesh is None:
         return x
@@ -179,12 +181,12 @@ def parameter_specs(config: ModelConfig, sizes: Mapping[str, int]) -> dict[str, 
     return {path: spec_for(entry.axes, sizes, entry.shape, path) for path, entry in parameter_table(config).items()}
 
 
-def parameter_shardings(config: ModelConfig, mesh: Mesh) -> Params:
+def parameter_shardings(config: ModelConfig, mesh: AnyMesh) -> Params:
     """The nested dict of NamedShardings of the parameters on `mesh`."""
     return nest({path: NamedSharding(mesh, spec) for path, spec in parameter_specs(config, mesh_sizes(mesh)).items()})
 
 
-def abstract_parameters(config: ModelConfig, mesh: Mesh | None = None) -> Params:
+def abstract_parameters(config: ModelConfig, mesh: AnyMesh | None = None) -> Params:
     """The parameters as ShapeDtypeStructs, with their shardings when a mesh is given."""
     table = parameter_table(config)
     specs = parameter_specs(config, mesh_sizes(mesh))
