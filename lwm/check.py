@@ -234,6 +234,5 @@ def print_report(config: RunConfig, reports: Sequence[StageMemory], console: Con
     """The table, and how much training the stages come to."""
     console.print(memory_table(config, reports))
     tokens = sum(report.resolved.stage.tokens_per_step * report.resolved.stage.steps for report in reports)
-    console.print(
-        f"{len(reports)} stages divide over {reports[0].num_devices} devices; {format_count(tokens).replace('G', 'B')} tokens in all"
-    )
+    amount = format_count(tokens).replace("G", "B")
+    console.print(f"{len(reports)} stages divide over {reports[0].num_devices} devices; {amount} tokens in all")

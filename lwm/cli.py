@@ -1,0 +1,238 @@
+"""The program `lwm`: one function per command, heavy imports inside them so that `lwm --help` is quick.
+
+Exit codes: 0 done, 2 bad input or configuration, 42 preempted and saved, 43 hang, 44 non-finite loss, 130 interrupted.
+"""
+
+import errno
+import importlib.metadata
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
+
+import typer
+from typer.core import TyperCommand
+
+from lwm.lifecycle import EXIT_BAD_INPUT, EXIT_INTERRUPTED, RunStopped
+
+if TYPE_CHECKING:
+    from lwm.config import RunConfig
+
+DEBUG = "LWM_DEBUG"
+
+app = typer.Typer(
+    name="lwm",
+    help="Train and evaluate multimodal world models with million-token context.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+data_app = typer.Typer(help="Build, inspect and verify tokenized corpora.", no_args_is_help=True, rich_markup_mode=None)
+tokenizer_app = typer.Typer(help="Train tokenizers.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(data_app, name="data")
+app.add_typer(tokenizer_app, name="tokenizer")
+
+
+class _ConfigCommand(TyperCommand):
+    """A command that takes a configuration: its help explains every field that can be overridden."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        from lwm.config_help import field_table
+
+        super().format_help(ctx, formatter)
+        formatter.write("\nFields of CONFIG, to override as field=value (* is an entry's index or name):\n\n")
+        formatter.write(field_table() + "\n")
+
+
+ConfigArgument = Annotated[
+    str, typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a shipped one (tiny).")
+]
+OverridesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[field=value]...", help="Overrides: seed=1, stages.0.steps=10, stages.NAME.mesh.sp=4."),
+]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"lwm {importlib.metadata.version('lwm')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help=f"Show tracebacks of errors (or set {DEBUG}=1).")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    if debug:
+        os.environ[DEBUG] = "1"
+
+
+def simulate_devices(num_devices: int | None, environ: dict[str, str] | os._Environ[str] = os.environ) -> None:
+    """Ask XLA for `num_devices` CPU devices; must come before jax starts its backends.
+
+    The flags concern the CPU platform alone, so on an accelerator they change nothing. A count that is already set in
+    XLA_FLAGS stays.
+    """
+    flags = environ.get("XLA_FLAGS", "")
+    if num_devices is None or "xla_force_host_platform_device_count" in flags:
+        return
+    # Simulated devices share few cores: one that waits for its turn must not be taken for dead.
+    environ["XLA_FLAGS"] = (
+        f"{flags} --xla_force_host_platform_device_count={num_devices}"
+        " --xla_cpu_collective_call_warn_stuck_timeout_seconds=60"
+        " --xla_cpu_collective_call_terminate_timeout_seconds=600"
+    ).strip()
+
+
+def _load(config: str, overrides: Sequence[str] | None) -> "RunConfig":
+    from lwm.config import load_config
+
+    return load_config(config, overrides or ())
+
+
+@app.command(cls=_ConfigCommand)
+def train(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
+    """Train all stages; the same command again continues where it stopped."""
+    run = _load(config, overrides)
+    simulate_devices(run.simulated_devices)
+    from lwm import trainer
+
+    trainer.train(run)
+
+
+@app.command(cls=_ConfigCommand)
+def check(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Number of devices [default: the configuration's].")
+    ] = None,
+) -> None:
+    """Validate CONFIG, trace it on its mesh without the devices, and print memory per device."""
+    run = _load(config, overrides)
+    # Nothing is computed: keep a TPU or GPU that another job is using out of it.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from rich.console import Console
+
+    from lwm import check as checking
+
+    width = None if sys.stdout.isatty() else 200
+    checking.print_report(run, checking.check(run, devices), Console(file=sys.stdout, width=width))
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where corpora, checkpoints and the report go.")] = Path(
+        "runs/demo"
+    ),
+) -> None:
+    """The whole story on this machine's CPU, from clips and text to a report with pictures."""
+    from lwm.config import load_config
+
+    simulate_devices(load_config("tiny").simulated_devices)
+    from lwm import demo as story
+
+    story.run(out)
+
+
+@app.command("config-help")
+def config_help(
+    prefix: Annotated[str, typer.Argument(help="Only fields below this one, such as stages.0.mesh.")] = "",
+) -> None:
+    """Explain every field of a configuration."""
+    from lwm.config_help import field_table
+
+    table = field_table(prefix)
+    if "\n" not in table:
+        raise ValueError(f"no field is called {prefix!r}; `lwm config-help` lists them all")
+    print(table)
+
+
+@data_app.command("inspect")
+def data_inspect(
+    directory: Annotated[Path, typer.Argument(help="A corpus directory.")],
+    examples: Annotated[int, typer.Option(min=0, help="Number of examples to show.")] = 3,
+) -> None:
+    """Say what a corpus holds, and show its first examples."""
+    import numpy as np
+
+    from data.build import Corpus
+
+    corpus = Corpus.open(directory)
+    lengths = np.asarray(corpus.lengths)
+    print(f"{corpus.name}: {len(corpus)} examples, {lengths.sum()} tokens to predict, fingerprint {corpus.fingerprint}")
+    if len(lengths):
+        p10, median, p90 = np.percentile(lengths, [10, 50, 90]).astype(int)
+        print(f"lengths: shortest {lengths.min()}, 10% {p10}, median {median}, 90% {p90}, longest {lengths.max()}")
+    for index in range(min(examples, len(corpus))):
+        example = corpus[index]
+        shown = " ".join(map(str, example.tokens[:16]))
+        more = " ..." if len(example.tokens) > 16 else ""
+        print(f"example {index}: {len(example.tokens)} tokens, {int(np.sum(example.learn))} learned: {shown}{more}")
+
+
+@data_app.command("verify")
+def data_verify(directory: Annotated[Path, typer.Argument(help="A corpus directory.")]) -> None:
+    """Read a whole corpus and compare it with its manifest."""
+    from data.build import Corpus
+
+    corpus = Corpus.open(directory)
+    corpus.verify()
+    print(f"{corpus.name}: {len(corpus)} examples are as they were written")
+
+
+@tokenizer_app.command("train-text")
+def tokenizer_train_text(
+    texts: Annotated[list[Path], typer.Argument(help="Text files, UTF-8.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The SentencePiece model to write.")],
+    size: Annotated[int, typer.Option(min=16, help="Number of pieces.")] = 32000,
+) -> None:
+    """Train a SentencePiece model on text files."""
+    from data.text import read_text, train_tokenizer
+
+    tokenizer = train_tokenizer((read_text(path) for path in texts), out, size=size)
+    print(f"{out}: {tokenizer.size} pieces, fingerprint {tokenizer.fingerprint}")
+
+
+def sentence(error: BaseException) -> str:
+    """One line for people from an exception."""
+    from pydantic import ValidationError
+
+    if isinstance(error, ValidationError):
+        from lwm import config, config_io
+
+        return config_io.describe(error, getattr(config, error.title, config.RunConfig))
+    if isinstance(error, OSError) and error.strerror:
+        named = f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return named + ("; free some space and run the same command again" if full else "")
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def run(arguments: Sequence[str], stderr: TextIO | None = None) -> int:
+    """Run one command; returns the exit code. Errors of the user's making become one sentence on `stderr`."""
+    stream = stderr if stderr is not None else sys.stderr
+    try:
+        app(args=list(arguments), prog_name="lwm")
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else int(done.code is not None)
+    except (RunStopped, ValueError, OSError) as problem:
+        error = problem
+    except KeyboardInterrupt:
+        print("lwm: interrupted", file=stream)
+        return EXIT_INTERRUPTED
+    if os.environ.get(DEBUG):
+        traceback.print_exception(error, file=stream)
+    print(f"lwm: {sentence(error)}", file=stream, flush=True)
+    return error.exit_code if isinstance(error, RunStopped) else EXIT_BAD_INPUT
+
+
+def main() -> NoReturn:
+    """Entry point of the program."""
+    sys.exit(run(sys.argv[1:]))
