@@ -1,0 +1,177 @@
+"""Attention of a few new tokens to a key/value cache that is sharded over the sequence.
+
+The cache never moves: every device attends to its part, and one collective merges the partial outputs
+with their softmax statistics. What a step sends does not depend on the length of the cache.
+
+A cache slot holds a key, a value, a position and a segment id; segment 0 marks an empty slot. Slots may
+hold any token in any order, so a cache filled by a prefill in any layout can be used as it stands.
+
+Shapes: B batch, T new tokens, C cache slots, H query heads, G key/value heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ring import softmax
+from ring.blockwise import accumulation_dtype
+from ring.mask import CAUSAL, Keys, Mask, queries, visible
+from ring.plan import ONE_DEVICE, Plan
+
+
+def decode_attention(
+    q: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    *,
+    positions: jax.Array,
+    cache_positions: jax.Array,
+    cache_segment_ids: jax.Array,
+    segment_ids: jax.Array | None = None,
+    mask: Mask = CAUSAL,
+    plan: Plan = ONE_DEVICE,
+    last_visible: jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    soft_cap: float | None = None,
+    scale: float | None = None,
+) -> jax.Array:
+    """Attention of q [B, T, H, D] to k_cache, v_cache [B, C, G, D] -> [B, T, H, D] in q's dtype.
+
+    positions, segment_ids int32 [B, T] of the new tokens (segment ids default to 1); cache_positions,
+    cache_segment_ids int32 [B, C], segment 0 for empty slots. Append the new tokens' own keys and values
+    first (``append``) for them to be seen. Dim C is sharded over the plan's sequence axes, B over its
+    batch axes, heads over its head axis; T is small and not sharded. Rows may have different lengths: only
+    filled slots count. A query that sees nothing, and one of segment 0, returns exactly 0.
+    The other arguments are those of ``ring.attention``. ValueError for shapes that do not fit.
+    """
+    _check(q, k_cache, v_cache, positions, cache_positions, cache_segment_ids, plan)
+    if segment_ids is None:
+        segment_ids = jnp.ones(positions.shape, jnp.int32)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    run = functools.partial(_decode_local, mask=mask, scale=scale, soft_cap=soft_cap, axes=plan.sequence_axes)
+    arguments = (
+        q, k_cache, v_cache, sinks, (positions, segment_ids, last_visible), (cache_positions, cache_segment_ids)
+    )  # fmt: skip
+    if plan.mesh is None:
+        return run(*arguments)
+    fresh, cache = plan.spec("batch", None, "heads", None), plan.spec("batch", "sequence", "heads", None)
+    specs = (fresh, cache, cache, plan.spec("heads"), plan.spec("batch", None), plan.spec("batch", "sequence"))
+    return jax.shard_map(run, mesh=plan.mesh, in_specs=specs, out_specs=fresh, check_vma=False)(*arguments)
+
+
+def append(
+    cache: jax.Array, new: jax.Array, slots: jax.Array, *, plan: Plan = ONE_DEVICE, heads: bool = False
+) -> jax.Array:
+    """``cache`` [B, C, ...] with ``new`` [B, T, ...] written to ``slots`` int32 [B, T] of each row.
+
+    For keys and values (``heads=True``: dim 2 is sharded over the plan's head axis), positions and segment
+    ids alike. Each device writes what falls into its shard, in place when the cache is donated or carried;
+    nothing is sent. A slot outside [0, C) writes nothing, so rows that are done can pass -1.
+    """
+    if new.ndim != cache.ndim or new.shape[2:] != cache.shape[2:] or slots.shape != new.shape[:2]:
+        raise ValueError(
+            f"cache, new, slots are {cache.shape}, {new.shape}, {slots.shape}; "
+            f"give cache [B, C, ...], new [B, T, ...] and slots [B, T]"
+        )
+    _check_length(cache.shape[1], plan)
+    new = new.astype(cache.dtype)
+    axes = plan.sequence_axes
+    if plan.mesh is None:
+        return _append_local(cache, new, slots, axes=axes)
+    rest = ["heads" if heads and dim == 2 else None for dim in range(2, cache.ndim)]
+    shard, fresh = plan.spec("batch", "sequence", *rest), plan.spec("batch", None, *rest)
+    return jax.shard_map(
+        functools.partial(_append_local, axes=axes),
+        mesh=plan.mesh,
+        in_specs=(shard, fresh, plan.spec("batch", None)),
+        out_specs=shard,
+        check_vma=False,
+    )(cache, new, slots)
+
+
+def _decode_local(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks: jax.Array | None,
+    fresh: tuple[jax.Array, jax.Array, jax.Array | None],
+    cached: tuple[jax.Array, jax.Array],
+    *,
+    mask: Mask,
+    scale: float,
+    soft_cap: float | None,
+    axes: tuple[str, ...],
+) -> jax.Array:
+    batch, length, heads, dim = q.shape
+    groups = k.shape[2]
+    sees = visible(queries(mask, *fresh), Keys(*cached))
+    rows = q.reshape(batch, length, groups, heads // groups, dim)
+    product = functools.partial(jnp.einsum, preferred_element_type=accumulation_dtype(q.dtype))
+    score = product("btgrd,bcgd->bgrtc", rows, k.astype(q.dtype)) * scale
+    if soft_cap is not None:
+        score = soft_cap * jnp.tanh(score / soft_cap)
+    score = jnp.where(sees[:, None, None], score, -jnp.inf)
+    top = jnp.maximum(jnp.max(score, axis=-1), softmax.LOWEST)
+    weight = jnp.exp(score - top[..., None])
+    total = jnp.sum(weight, axis=-1)
+    out = product("bgrtc,bcgd->bgrtd", weight.astype(q.dtype), v.astype(q.dtype))
+    if axes:
+        # One message holds the partial output and its statistics.
+        packed = jnp.concatenate([out, top[..., None], total[..., None]], axis=-1)
+        everywhere = lax.all_gather(packed, axes)
+        running = softmax.merge(everywhere[..., :dim], everywhere[..., dim], everywhere[..., dim + 1])
+    else:
+        running = softmax.Running(out, top, total)
+    if sinks is not None:
+        sinks = jnp.broadcast_to(sinks.astype(top.dtype).reshape(1, groups, heads // groups, 1), top.shape)
+    out, _ = softmax.finish(running, sinks)
+    return out.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype)
+
+
+def _append_local(cache: jax.Array, new: jax.Array, slots: jax.Array, *, axes: tuple[str, ...]) -> jax.Array:
+    length = cache.shape[1]
+    local = slots - lax.axis_index(axes) * length if axes else slots
+    local = jnp.where((local >= 0) & (local < length), local, length)
+    rows = jnp.broadcast_to(jnp.arange(cache.shape[0], dtype=jnp.int32)[:, None], local.shape)
+    return cache.at[rows, local].set(new, mode="drop")
+
+
+def _check(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    cache_positions: jax.Array,
+    cache_segment_ids: jax.Array,
+    plan: Plan,
+) -> None:
+    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
+        raise ValueError(
+            f"q, k_cache, v_cache are {q.shape}, {k.shape}, {v.shape}; give q [B, T, H, D] and caches [B, C, G, D]"
+        )
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"q has {q.shape[2]} heads and the cache {k.shape[2]}; the cache's number must divide q's")
+    if positions.shape != q.shape[:2]:
+        raise ValueError(f"positions is {positions.shape}; give [B, T] = {q.shape[:2]}")
+    for name, x in (("cache_positions", cache_positions), ("cache_segment_ids", cache_segment_ids)):
+        if x.shape != k.shape[:2]:
+            raise ValueError(f"{name} is {x.shape}; give [B, C] = {k.shape[:2]}")
+    _check_length(k.shape[1], plan)
+    batch, heads = plan.size(plan.axes("batch")), plan.size(plan.axes("heads"))
+    if plan.mesh is not None and (q.shape[0] % batch or k.shape[2] % heads):
+        raise ValueError(
+            f"batch {q.shape[0]} and {k.shape[2]} cached heads do not divide over {batch} and {heads} devices of "
+            f"{plan.batch_axes} and {plan.head_axis!r}; pad the batch or use a Plan whose mesh divides them"
+        )
+
+
+def _check_length(length: int, plan: Plan) -> None:
+    if plan.mesh is not None and length % plan.num_shards:
+        raise ValueError(
+            f"the cache has {length} slots over {plan.num_shards} devices; give a multiple of {plan.num_shards}"
+        )

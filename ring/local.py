@@ -1,0 +1,216 @@
+"""One device's part of sharded attention, forward and backward, for every strategy.
+
+A strategy is a ``Route``: over which mesh axes heads are exchanged for sequence, over which the keys and
+values are gathered, and over which they rotate. All of them end in the same block kernel.
+
+Shapes: B batch, S tokens of this device, H query heads, G key/value heads, R = H / G, D head dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ring import exchange, rotate, softmax
+from ring.blockwise import Kernel, Residual, accumulation_dtype
+from ring.mask import Keys, Mask, Queries, pad_keys, pad_queries, queries
+
+_DEFAULT_BLOCK = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """Mesh axes and their sizes for each means of communication."""
+
+    exchange: tuple[str, ...] = ()
+    gather: tuple[str, ...] = ()
+    ring: tuple[str, ...] = ()
+    exchange_size: int = 1
+    gather_size: int = 1
+    ring_size: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """Everything about a call that is known while tracing."""
+
+    route: Route
+    mask: Mask
+    scale: float
+    soft_cap: float | None
+    query_block: int | None
+    key_block: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prepared:
+    kernel: Kernel
+    query: Queries
+    key: Keys
+    query_length: int
+    key_length: int
+
+
+def forward(
+    spec: Spec, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, meta: tuple[jax.Array | None, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """(out [B,S,H,D] in q's dtype, lse [B, H / exchange, S * exchange] float32)."""
+    ready = _prepare(spec, q.shape[1], meta)
+    q_rows, kv = _enter_queries(spec, ready, q, k.shape[2]), _enter_keys(spec, ready, k, v)
+    running = softmax.start(q_rows.shape, accumulation_dtype(q.dtype))
+    running = rotate.forward(
+        ready.kernel, running, q_rows, kv, ready.query, ready.key, spec.route.ring, spec.route.ring_size
+    )
+    out, lse = softmax.finish(running, _rows_of_sinks(spec, sinks, running.top))
+    return _leave_queries(spec, ready, out.astype(q.dtype)), _pack_lse(ready, lse)
+
+
+def backward(
+    spec: Spec,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks: jax.Array | None,
+    meta: tuple[jax.Array | None, ...],
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Cotangents of q, k, v and this device's share of the cotangent of ``sinks``, in their dtypes."""
+    route, num_groups = spec.route, k.shape[2]
+    ready = _prepare(spec, q.shape[1], meta)
+    kv = _enter_keys(spec, ready, k, v)
+    delta_BSH = jnp.sum(out.astype(lse.dtype) * dout.astype(lse.dtype), axis=-1)
+    delta = exchange.split_heads(delta_BSH, route.exchange, heads=2, sequence=1)
+    q_rows = _enter_queries(spec, ready, q, num_groups)
+    rows = q_rows.shape[:-1]
+    residual = Residual(
+        q_rows,
+        _enter_queries(spec, ready, dout.astype(q.dtype), num_groups),
+        _unpack_lse(ready, lse, rows),
+        _pad(jnp.swapaxes(delta, 1, 2), 2, rows[3]).reshape(rows),
+    )
+    dsinks = _cotangent_of_sinks(spec, sinks, residual)
+    dq, dkv = rotate.backward(ready.kernel, residual, kv, ready.query, ready.key, route.ring, route.ring_size)
+    dk, dv = _leave_keys(spec, ready, dkv, num_groups)
+    dq = _leave_queries(spec, ready, jnp.moveaxis(dq, 2, -1).astype(q.dtype))
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype), dsinks
+
+
+def _prepare(spec: Spec, length: int, meta: tuple[jax.Array | None, ...]) -> _Prepared:
+    positions, segments, last = meta
+    assert positions is not None
+    assert segments is not None
+    own = jnp.stack([positions, segments] if last is None else [positions, segments, last])
+    group = exchange.gather(own, spec.route.exchange, sequence=2)
+    shared = exchange.gather(group[:2], spec.route.gather, sequence=2)
+    query = queries(spec.mask, group[0], group[1], None if last is None else group[2])
+    query_length, key_length = group.shape[2], shared.shape[2]
+    kernel = Kernel(
+        scale=spec.scale,
+        query_block=block_size(query_length, spec.query_block),
+        key_block=block_size(key_length, spec.key_block),
+        soft_cap=spec.soft_cap,
+    )
+    return _Prepared(
+        kernel,
+        pad_queries(query, _round_up(query_length, kernel.query_block)),
+        pad_keys(Keys(shared[0], shared[1]), _round_up(key_length, kernel.key_block)),
+        query_length,
+        key_length,
+    )
+
+
+def block_size(length: int, requested: int | None) -> int:
+    """The requested block, or the largest of about equal ones up to the default; never above ``length``."""
+    if requested is not None:
+        return max(1, min(requested, length))
+    num_blocks = max(1, -(-length // _DEFAULT_BLOCK))
+    return max(1, -(-length // num_blocks))
+
+
+def _enter_queries(spec: Spec, ready: _Prepared, x_BSHD: jax.Array, num_groups: int) -> jax.Array:
+    """[B,S,H,D] -> [B,G,R,S,D] of the heads this device attends with."""
+    route = spec.route
+    x = exchange.split_heads(x_BSHD, route.exchange, heads=2, sequence=1)
+    batch, length, heads, dim = x.shape
+    groups = max(1, num_groups // route.exchange_size)
+    x = x.reshape(batch, length, groups, heads // groups, dim).transpose(0, 2, 3, 1, 4)
+    return _pad(x, 3, ready.query.segment.shape[1])
+
+
+def _leave_queries(spec: Spec, ready: _Prepared, x: jax.Array) -> jax.Array:
+    batch, groups, heads, _, dim = x.shape
+    x = x[:, :, :, : ready.query_length].transpose(0, 3, 1, 2, 4)
+    x = x.reshape(batch, ready.query_length, groups * heads, dim)
+    return exchange.join_heads(x, spec.route.exchange, heads=2, sequence=1)
+
+
+def _enter_keys(spec: Spec, ready: _Prepared, k_BSGD: jax.Array, v_BSGD: jax.Array) -> jax.Array:
+    """[B,S,G,D] twice -> [2,B,G,T,D]: keys and values travel in one message, in their own dtype."""
+    kv = jnp.stack([k_BSGD, v_BSGD])
+    kv = exchange.repeat_groups(kv, _repeats(spec, k_BSGD.shape[2]), heads=3)
+    kv = exchange.split_heads(kv, spec.route.exchange, heads=3, sequence=2)
+    kv = exchange.gather(jnp.swapaxes(kv, 2, 3), spec.route.gather, sequence=3)
+    return _pad(kv, 3, ready.key.segment.shape[1])
+
+
+def _leave_keys(spec: Spec, ready: _Prepared, dkv: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array]:
+    dkv = exchange.scatter_sum(dkv[:, :, :, : ready.key_length], spec.route.gather, sequence=3)
+    dkv = exchange.join_heads(jnp.swapaxes(dkv, 2, 3), spec.route.exchange, heads=3, sequence=2)
+    dkv = exchange.sum_groups(dkv, _repeats(spec, num_groups), heads=3)
+    return dkv[0], dkv[1]
+
+
+def _repeats(spec: Spec, num_groups: int) -> int:
+    return max(1, spec.route.exchange_size // num_groups)
+
+
+def _pack_lse(ready: _Prepared, lse: jax.Array) -> jax.Array:
+    batch, groups, heads, length = lse.shape
+    return lse.reshape(batch, groups * heads, length)[:, :, : ready.query_length]
+
+
+def _unpack_lse(ready: _Prepared, lse: jax.Array, rows: tuple[int, ...]) -> jax.Array:
+    # Padded queries are hidden from every key, so their logsumexp is never used.
+    return _pad(lse, 2, rows[3]).reshape(rows)
+
+
+def _rows_of_sinks(spec: Spec, sinks: jax.Array | None, like: jax.Array) -> jax.Array | None:
+    if sinks is None:
+        return None
+    mine = _my_sinks(spec, sinks, like.shape[1] * like.shape[2])
+    return jnp.broadcast_to(mine.astype(like.dtype).reshape(1, like.shape[1], like.shape[2], 1), like.shape)
+
+
+def _my_sinks(spec: Spec, sinks: jax.Array, num_heads: int) -> jax.Array:
+    if not spec.route.exchange:
+        return sinks
+    return lax.dynamic_slice(sinks, (lax.axis_index(spec.route.exchange) * num_heads,), (num_heads,))
+
+
+def _cotangent_of_sinks(spec: Spec, sinks: jax.Array | None, residual: Residual) -> jax.Array | None:
+    if sinks is None:
+        return None
+    # The sink has no value: its score's cotangent is weight * (0 - delta). Empty rows have lse = +inf.
+    rows = _rows_of_sinks(spec, sinks, residual.lse)
+    assert rows is not None
+    own = -jnp.sum(jnp.exp(rows - residual.lse) * residual.delta, axis=(0, 3)).reshape(-1)
+    if spec.route.exchange:
+        start = lax.axis_index(spec.route.exchange) * own.shape[0]
+        own = lax.dynamic_update_slice(jnp.zeros(sinks.shape, own.dtype), own, (start,))
+    return own.astype(sinks.dtype)
+
+
+def _pad(x: jax.Array, dim: int, length: int) -> jax.Array:
+    missing = length - x.shape[dim]
+    if missing == 0:
+        return x
+    return jnp.pad(x, [(0, missing if d == dim else 0) for d in range(x.ndim)])
+
+
+def _round_up(length: int, block: int) -> int:
+    return -(-length // block) * block
