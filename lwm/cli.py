@@ -58,7 +58,10 @@ OverridesArgument = Annotated[
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"lwm {importlib.metadata.version('lwm')}")
+        try:
+            print(f"lwm {importlib.metadata.version('lwm')}")
+        except importlib.metadata.PackageNotFoundError:
+            print("lwm, run from its sources without being installed")
         raise typer.Exit
 
 
@@ -196,6 +199,8 @@ def tokenizer_train_text(
     """Train a SentencePiece model on text files."""
     from data.text import read_text, train_tokenizer
 
+    for path in texts:  # the trainer takes an iterator and would report a missing file as the end of the text
+        path.open("rb").close()
     tokenizer = train_tokenizer((read_text(path) for path in texts), out, size=size)
     print(f"{out}: {tokenizer.size} pieces, fingerprint {tokenizer.fingerprint}")
 

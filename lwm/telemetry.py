@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -41,7 +41,13 @@ def format_duration(seconds: float) -> str:
 
 def format_count(value: float) -> str:
     """Three digits and a scale: `950`, `84.1k`, `1.23M`."""
-    for limit, scale, suffix in ((1e3, 1.0, ""), (1e6, 1e3, "k"), (1e9, 1e6, "M"), (1e12, 1e9, "G"), (math.inf, 1e12, "T")):
+    for limit, scale, suffix in (
+        (1e3, 1.0, ""),
+        (1e6, 1e3, "k"),
+        (1e9, 1e6, "M"),
+        (1e12, 1e9, "G"),
+        (math.inf, 1e12, "T"),
+    ):
         if abs(value) < limit * 0.9995:
             scaled = value / scale
             decimals = 0 if abs(scaled) >= 99.95 or not suffix else 1 if abs(scaled) >= 9.995 else 2
@@ -244,7 +250,6 @@ class Telemetry:
         log_every: steps between console lines; metrics.jsonl gets every step.
         console: stream for people.
         wall: Unix time for the records.
-        trackers: further receivers.
         active: False in processes other than the first: everything becomes a no-op.
     """
 
@@ -255,16 +260,19 @@ class Telemetry:
         log_every: int = 1,
         console: TextIO | None = None,
         wall: Clock = time.time,
-        trackers: Iterable[Tracker] = (),
         active: bool = True,
     ) -> None:
         self._log_every = log_every
         self._console = console if console is not None else sys.stdout
         self._wall = wall
-        self._trackers = tuple(trackers) if active else ()
+        self._trackers: list[Tracker] = []
         self._file = MetricsFile(Path(run_dir) / METRICS_FILE) if active else None
         self._durations: deque[float] = deque(maxlen=20)
         self._stage = ""
+
+    def track(self, tracker: Tracker) -> None:
+        """Send everything to `tracker` as well, from now on."""
+        self._trackers.append(tracker)
 
     def say(self, text: str) -> None:
         """One line for people."""
