@@ -405,13 +405,14 @@ class Progress:
         """`encode frames 120/300 40% | 12.3 frames/s loss 0.1 | eta 15s`."""
         elapsed = max(now - self._start, 1e-9)
         rate = self.done / elapsed
+        speed = (format_count(rate) if rate >= 10 else f"{rate:.2g}") + self._unit
         note = f" {self._note}" if self._note else ""
         if not self.total:
-            return f"{self.title} {self.done} | {format_count(rate)}{self._unit}/s{note} | {format_duration(elapsed)}"
+            return f"{self.title} {self.done} | {speed}/s{note} | {format_duration(elapsed)}"
         eta = (self.total - self.done) / rate if rate else math.inf
         return (
             f"{self.title} {self.done}/{self.total} {100 * self.done // self.total}%"
-            f" | {format_count(rate)}{self._unit}/s{note} | eta {format_duration(eta)}"
+            f" | {speed}/s{note} | eta {format_duration(eta)}"
         )
 
     def __exit__(
