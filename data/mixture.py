@@ -12,6 +12,7 @@ a corpus too small for that many windows goes round k times in W windows.
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,7 @@ _FEWEST_ROWS_PER_WINDOW = 16
 _MOST_PIECES_PER_WINDOW = 65536
 _FEWEST_WINDOWS = 128  # W is rounded, which moves a share by at most 1 / (2 W) of itself
 _WINDOWS_KEPT = 4
+_GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 @dataclass(frozen=True)
@@ -57,18 +59,26 @@ class _Strata:
         """The piece of every stratum in this window, int64 [num_strata]; -1 where the last stratum has none."""
         turn, at = divmod(window, self.num_windows)
         # A stratum's entries fall into `copies` rounds by index modulo `copies`, so that the copies of a piece, which
-        # are neighbours, come in different rounds. Round sizes differ by one; longer and shorter rounds alternate.
+        # are neighbours, come in different rounds. Round sizes differ by one; longer and shorter rounds alternate, and
+        # a golden stride deals the moduli of either size to their rounds so that neighbouring moduli lie far apart.
         fewest, num_longer = divmod(self.num_windows, self.copies)
         this_round = at * self.copies // self.num_windows
         begin = -(-this_round * self.num_windows // self.copies)
         size = -(-(this_round + 1) * self.num_windows // self.copies) - begin
         longer_before = begin - this_round * fewest
-        label = longer_before if size > fewest else num_longer + this_round - longer_before
         stratum = np.arange(self.num_strata)
+        if size > fewest:
+            modulus = self._deal(longer_before, num_longer, turn)
+        else:
+            modulus = num_longer + self._deal(this_round - longer_before, self.copies - num_longer, turn)
         keys = hash64(self.key, turn, this_round, stratum)
-        entry = stratum * self.num_windows + label + self.copies * shuffled(at - begin, size, keys)
+        entry = stratum * self.num_windows + modulus + self.copies * shuffled(at - begin, size, keys)
         piece = entry // self.copies
         return np.where(piece < self.length.size, piece, -1)
+
+    def _deal(self, index: int, count: int, turn: int) -> NDArray[np.int64]:
+        offset = hash64(self.key, turn, count, np.arange(self.num_strata)) % np.uint64(count)
+        return (index * _golden_stride(count) + offset.astype(np.int64)) % count
 
 
 class Mixture:
@@ -154,6 +164,7 @@ class Mixture:
         self._part_corpus = corpus[self._stratum]
         filled = np.zeros((self.rows_per_window, len(self._strata)))
         np.add.at(filled, (self._part_row, self._part_corpus), self._part_stop - self._part_start)
+        self._num_parts = np.bincount(self._part_row, minlength=self.rows_per_window)
         self._rows_led_by = [np.flatnonzero(filled.argmax(1) == c) for c in range(len(self._strata))]
         self._draw_share = np.cumsum([strata.per_window for strata in self._strata])
 
@@ -201,12 +212,17 @@ class Mixture:
         return Rows(offsets, corpus[order], example[order], start[order], length[order])
 
     def _order(self, window: int) -> NDArray[np.int64]:
-        """The place of every row of the layout in this window: shuffled, with each corpus's rows evenly spread."""
+        """The place of every row of the layout in this window; rows led by one corpus are spread evenly.
+
+        So are those of them with many pieces and with few, so that a run of rows has what the window has.
+        """
         key = np.empty(self.rows_per_window)
         for c, rows in enumerate(self._rows_led_by):
-            rank = np.argsort(np.argsort(hash64(self._key, window, 2, rows)))
-            offset = float(hash64(self._key, window, 3, c)[0]) / 2.0**64
-            key[rows] = (rank + offset) / max(1, rows.size)
+            if rows.size:
+                ranked = rows[np.lexsort((hash64(self._key, window, 2, rows), self._num_parts[rows]))]
+                offset, phase = hash64(self._key, window, 3, c, np.arange(2)).tolist()
+                dealt = (np.arange(rows.size) * _golden_stride(rows.size) + offset % rows.size) % rows.size
+                key[ranked] = (dealt + phase / 2.0**64) / rows.size
         return np.argsort(np.argsort(key, kind="stable"))
 
     def _any_piece(self, window: int, row: int) -> tuple[int, int, int, int]:
@@ -215,6 +231,14 @@ class Mixture:
         strata = self._strata[c]
         piece = int(hash64(self._key, window, 5, row)[0] % np.uint64(strata.length.size))
         return c, int(strata.example[piece]), int(strata.start[piece]), int(strata.length[piece])
+
+
+def _golden_stride(count: int) -> int:
+    """A step through range(count) that meets every number once and leaves neighbouring numbers far apart in time."""
+    stride = round(count * _GOLDEN)
+    while math.gcd(stride, count) != 1:
+        stride += 1
+    return stride
 
 
 def _strata(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -24,6 +25,8 @@ Batch = dict[str, NDArray]
 _HASH_STEP = 0x9E3779B97F4A7C15
 _MASK64 = (1 << 64) - 1
 _FEISTEL_ROUNDS = 5
+_EVEN_BELOW = (1, 2, 4, 8)
+_TAILS = (0.0, 0.05, 0.1, 0.2, 0.3)
 
 
 class Tokenized(Protocol):
@@ -122,33 +125,36 @@ def cut(lengths: ArrayLike, seq_len: int) -> tuple[NDArray[np.int64], NDArray[np
 
 
 def best_fit_decreasing(
-    lengths: ArrayLike, capacity: int, most_bins: int | None = None
+    lengths: ArrayLike, capacity: int, *, most_bins: int | None = None, free: ArrayLike = ()
 ) -> tuple[NDArray[np.int64], int]:
     """Fits items into bins of `capacity`, longest first, each into the fullest bin that still takes it.
 
-    Returns the bin of each item, int64 like `lengths`, and the number of bins; -1 for an item that would need more
-    than `most_bins`. Lengths lie in 1 .. capacity.
+    free: int [bins], what is left in bins that are there already; most_bins: how many there may be in the end.
+    Returns the bin of each item, int64 like `lengths`, -1 where none is left that takes it, and the number of bins.
+    Lengths lie in 1 .. capacity.
     """
     sizes = np.asarray(lengths, np.int64)
     assert sizes.size == 0 or (sizes.min() >= 1 and sizes.max() <= capacity)
     order = np.argsort(-sizes, kind="stable")
-    bin_of = np.zeros(sizes.size, np.int64)
-    num_bins = 0
-    gaps: list[int] = []  # distinct free sizes, ascending
+    bin_of = np.full(sizes.size, -1, np.int64)
     bins_with: dict[int, list[int]] = {}
+    left = np.asarray(free, np.int64).tolist()
+    for at, gap in enumerate(left):
+        bins_with.setdefault(gap, []).append(at)
+    num_bins = len(left)
+    gaps = sorted(bins_with)  # distinct free sizes
     for item, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
         at = bisect.bisect_left(gaps, size)
-        if at == len(gaps):
-            if num_bins == most_bins:
-                bin_of[item] = -1
-                continue
-            chosen, gap = num_bins, capacity
-            num_bins += 1
-        else:
+        if at < len(gaps):
             gap = gaps[at]
             chosen = bins_with[gap].pop()
             if not bins_with[gap]:
                 del bins_with[gap], gaps[at]
+        elif num_bins == most_bins:
+            continue
+        else:
+            chosen, gap = num_bins, capacity
+            num_bins += 1
         bin_of[item] = chosen
         gap -= size
         if gap:
@@ -157,6 +163,36 @@ def best_fit_decreasing(
                 bisect.insort(gaps, gap)
             bins_with[gap].append(chosen)
     return bin_of, num_bins
+
+
+def _even_fit(
+    sizes: NDArray[np.int64], capacity: int, num_bins: int, longest: int, tail: float
+) -> NDArray[np.int64] | None:
+    """Items up to `longest` each into the emptiest bin; None if they do not all fit.
+
+    Best fit places the longer ones before, and after them the shortest, which fill the share `tail` of all slots.
+    """
+    order = np.argsort(-sizes, kind="stable")
+    num_long = int((sizes > longest).sum())
+    begin_tail = max(num_long, int(np.searchsorted(np.cumsum(sizes[order]), (1 - tail) * sizes.sum())))
+    long, middle, short = order[:num_long], order[num_long:begin_tail], order[begin_tail:]
+    bin_of = np.empty(sizes.size, np.int64)
+    bin_of[long], _ = best_fit_decreasing(sizes[long], capacity, most_bins=num_bins)
+    if (bin_of[long] < 0).any():
+        return None
+    free = np.full(num_bins, capacity, np.int64)
+    np.subtract.at(free, bin_of[long], sizes[long])
+    gaps = [(-gap, at) for at, gap in enumerate(free.tolist())]
+    heapq.heapify(gaps)
+    for item, size in zip(middle.tolist(), sizes[middle].tolist(), strict=True):
+        gap, at = gaps[0]
+        if gap + size > 0:
+            return None
+        heapq.heapreplace(gaps, (gap + size, at))
+        bin_of[item] = at
+    np.subtract.at(free, bin_of[middle], sizes[middle])
+    bin_of[short], _ = best_fit_decreasing(sizes[short], capacity, most_bins=num_bins, free=free)
+    return None if (bin_of[short] < 0).any() else bin_of
 
 
 @dataclass(frozen=True)
@@ -171,16 +207,24 @@ class Layout:
 
 
 def lay_out(lengths: ArrayLike, capacity: int, least_fill: float = 0.0) -> Layout:
-    """Best-fit decreasing; where that fills less than `least_fill` of the bins, what is left over is cut to fit.
+    """As many bins as best-fit decreasing needs, or as few as fill `least_fill` of them, and then some items are cut.
 
-    lengths lie in 1 .. capacity; least_fill is a share below 1. Few items are cut, into the widest gaps first.
+    Lengths lie in 1 .. capacity; least_fill is a share below 1. Few items are cut, into the widest gaps first.
     """
     sizes = np.asarray(lengths, np.int64)
     bin_of, num_bins = best_fit_decreasing(sizes, capacity)
     target = -(-int(sizes.sum()) // max(1, int(least_fill * capacity))) if least_fill > 0 else num_bins
     if target < num_bins:
         num_bins = target
-        bin_of, _ = best_fit_decreasing(sizes, capacity, num_bins)
+        bin_of, _ = best_fit_decreasing(sizes, capacity, most_bins=num_bins)
+    else:
+        # Best fit leaves the short items to the last bins, dozens in each, and the long ones alone in theirs. Weights
+        # share a batch out among its examples, so they are even from batch to batch only if the bins are alike.
+        for divisor, tail in itertools.product(_EVEN_BELOW, _TAILS):
+            even = _even_fit(sizes, capacity, num_bins, capacity // divisor, tail)
+            if even is not None:
+                bin_of = even
+                break
     whole = np.flatnonzero(bin_of >= 0)
     parts = [(int(i), 0, int(sizes[i]), int(bin_of[i])) for i in whole]
     free = np.full(num_bins, capacity, np.int64)
