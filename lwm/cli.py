@@ -157,6 +157,28 @@ def config_help(
     print(table)
 
 
+@data_app.command("build", cls=_ConfigCommand)
+def data_build(
+    config: ConfigArgument,
+    manifest: Annotated[Path, typer.Argument(metavar="MANIFEST", help="JSONL, one example a line.")],
+    overrides: OverridesArgument = None,
+    corpus: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Which of CONFIG's corpora [default: the manifest's name].")
+    ] = None,
+    fps: Annotated[float, typer.Option(min=0.001, help="Frames per second of videos that do not say.")] = 1.0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a corpus made from other input.")] = False,
+) -> None:
+    """Tokenize a manifest into one of CONFIG's corpora."""
+    run = _load(config, overrides)
+    from lwm.corpora import build_from_manifest
+    from lwm.telemetry import Progress
+
+    name = corpus or manifest.stem
+    with Progress(f"build {name}", None, unit="examples") as progress:
+        built = build_from_manifest(run, name, manifest, fps=fps, overwrite=overwrite, progress=progress)
+    print(f"{built.directory}: {len(built)} examples, fingerprint {built.fingerprint}")
+
+
 @data_app.command("inspect")
 def data_inspect(
     directory: Annotated[Path, typer.Argument(help="A corpus directory.")],
@@ -220,11 +242,11 @@ def sentence(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def run(arguments: Sequence[str], stderr: TextIO | None = None) -> int:
-    """Run one command; returns the exit code. Errors of the user's making become one sentence on `stderr`."""
+def run(arguments: Sequence[str], stderr: TextIO | None = None, program: typer.Typer = app) -> int:
+    """Run one command of `program`; returns the exit code. Errors of the user's making become one line on `stderr`."""
     stream = stderr if stderr is not None else sys.stderr
     try:
-        app(args=list(arguments), prog_name="lwm")
+        program(args=list(arguments), prog_name="lwm")
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else int(done.code is not None)
     except (RunStopped, ValueError, OSError) as problem:
