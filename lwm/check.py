@@ -1,8 +1,8 @@
 """`lwm check`: does a configuration fit its devices, and roughly how much memory does each of them need.
 
-Everything is abstract: the model is traced on a mesh of as many devices as the run is written for, none of which need
-exist. Byte counts of parameters, gradients and optimizer follow from the parameter table; activations are an estimate
-from the formula in `activation_bytes`. `lwm plan` asks the compiler instead.
+Everything is abstract: the train step is traced on a mesh of as many devices as the run is written for, and none of
+them need exist. Byte counts of parameters, gradients and optimizer follow from the parameter table; activations are an
+estimate by the formula of `activation_bytes`, not the compiler's word.
 """
 
 import math
@@ -10,13 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 from rich.console import Console
 from rich.table import Table
 
-import ring
-from lwm import model, sharding
+from lwm import sharding, step
 from lwm.config import ConfigError, ModelConfig, ResolvedStage, RunConfig, StageConfig, resolve_stage
 from lwm.telemetry import format_count
 
@@ -145,31 +143,19 @@ def abstract_mesh(sizes: dict[str, int]) -> AbstractMesh:
     return AbstractMesh(tuple(sizes[name] for name in names), names, axis_types=(AxisType.Auto,) * len(names))
 
 
-def trace(resolved: ResolvedStage) -> jax.ShapeDtypeStruct:
-    """Trace the model's forward pass on the stage's mesh; returns the abstract hidden states [B, S, E].
+def trace(resolved: ResolvedStage) -> None:
+    """Trace the train step of a stage on its mesh: forward, backward and optimizer, nothing computed.
 
     Raises:
-        ValueError: whatever the model or its attention refuses at trace time.
+        ValueError: whatever the model, its attention, the objective or the optimizer refuses at trace time.
     """
-    stage, config = resolved.stage, resolved.model
-    attention = stage.attention
-    plan = ring.Plan(
-        mesh=abstract_mesh(resolved.mesh_sizes),
-        strategy=attention.strategy,
-        layout=attention.layout,
-        query_block=attention.query_block,
-        key_block=attention.key_block,
-        transit_dtype=attention.transit_dtype,
-        backend=attention.backend,
-    )
-    compute = model.Compute(plan=plan, dtype=stage.compute_dtype, remat=stage.remat, mlp_chunk=stage.mlp_chunk)
-    ids = jax.ShapeDtypeStruct((stage.batch_rows, stage.seq_len), jnp.int32)
-    params = sharding.abstract_parameters(config)
-
-    def forward(params: sharding.Params, tokens: jax.Array, positions: jax.Array, segments: jax.Array) -> jax.Array:
-        return model.hidden(config, params, tokens, positions, segments, compute)
-
-    return jax.eval_shape(forward, params, ids, ids, ids)
+    config, stage = resolved.model, resolved.stage
+    mesh = abstract_mesh(resolved.mesh_sizes)
+    state, batch = step.abstract_state(config, stage, mesh), step.abstract_batch(stage, mesh)
+    after, metrics = jax.eval_shape(step.train_step(config, stage, step.compute_of(stage, mesh)), state, batch)
+    before = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), after) == before, "a step must keep the state's shapes"
+    assert metrics.loss.shape == (), metrics.loss.shape
 
 
 def check(config: RunConfig, num_devices: int | None = None) -> list[StageMemory]:
@@ -185,10 +171,9 @@ def check(config: RunConfig, num_devices: int | None = None) -> list[StageMemory
     for stage in config.stages:
         report = stage_memory(config, stage, devices)
         try:
-            hidden = trace(report.resolved)
+            trace(report.resolved)
         except ValueError as error:
             raise ConfigError(f"stage {stage.name}: {error}") from error
-        assert hidden.shape == (stage.batch_rows, stage.seq_len, config.model.hidden_size), hidden.shape
         reports.append(report)
     return reports
 

@@ -243,7 +243,9 @@ class StageConfig(_Model):
     mlp_chunk: Positive | None = Field(
         default=None, description="tokens at a time in the feed-forward, per device; null: all"
     )
-    loss_chunk: Positive | None = Field(default=None, description="tokens at a time in the loss, per device; null: all")
+    loss_chunk: Positive | None = Field(
+        default=None, description="learned tokens at a time in the loss, per device; null: all"
+    )
 
     @property
     def tokens_per_step(self) -> int:
