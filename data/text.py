@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
 import os
@@ -67,6 +68,14 @@ class TextTokenizer:
             if not 0 <= i < self.size:
                 raise ValueError(f"id {i} is not a text id; this tokenizer has 0 .. {self.size - 1}")
         return self._processor.decode(wanted)
+
+    def starts_word(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
+        """Which ids begin with a space, so that text may be cut or inserted there; bool, shaped as `ids`."""
+        return self._word_starts[np.asarray(ids, np.int64)]
+
+    @functools.cached_property
+    def _word_starts(self) -> NDArray[np.bool_]:
+        return np.array([self._processor.id_to_piece(i).startswith("\u2581") for i in range(self.size)])
 
     def __reduce__(self) -> tuple[Callable[[bytes], TextTokenizer], tuple[bytes]]:
         return TextTokenizer, (self._model,)

@@ -51,6 +51,14 @@ def test_printable_text_survives_a_round_trip(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+def test_word_starts_are_where_the_words_begin(tokenizer):
+    ids = tokenizer.encode("the quick sea shells")
+    starts = tokenizer.starts_word(ids)
+    cuts = [*(int(k) for k in starts.nonzero()[0]), len(ids)]
+    words = [tokenizer.decode(ids[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+    assert words == ["the", "quick", "sea", "shells"]
+
+
 def test_bytes_stand_in_for_unseen_characters(tmp_path):
     tokenizer = train_tokenizer(TEXTS, tmp_path / "b.model", size=420, byte_fallback=True)
     assert tokenizer.decode(tokenizer.encode("naïve 猫 🙂")) == "naïve 猫 🙂"
