@@ -94,23 +94,33 @@ def _struct(leaf: Any, where: Any) -> jax.ShapeDtypeStruct:
 
 def abstract_batch(stage: StageConfig, mesh: AnyMesh | None) -> dict[str, jax.ShapeDtypeStruct]:
     """The batch of a stage as ShapeDtypeStructs placed on `mesh`."""
-    where = batch_sharding(mesh)
+    where = None if mesh is None else batch_sharding(mesh)
     dtypes = {key: jnp.float32 if key == "loss_weights" else jnp.int32 for key in BATCH_KEYS}
     shape = (stage.batch_rows, stage.seq_len)
     return {key: jax.ShapeDtypeStruct(shape, dtype, sharding=where) for key, dtype in dtypes.items()}
 
 
-def batch_sharding(mesh: AnyMesh | None) -> NamedSharding | None:
+def batch_sharding(mesh: AnyMesh) -> NamedSharding:
     """Rows over (dp, fsdp), tokens over (sp, ulysses)."""
-    if mesh is None:
-        return None
     return NamedSharding(mesh, sharding.spec_for(("batch", "sequence"), sharding.mesh_sizes(mesh)))
 
 
-def place_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """This process's rows of the global batch as global arrays on `mesh`."""
+def place_batch(
+    batch: Mapping[str, np.ndarray], stage: StageConfig, mesh: Mesh, first_row: int = 0
+) -> dict[str, jax.Array]:
+    """The global batch on `mesh` from the rows of it that this process has, which start at `first_row`."""
     where = batch_sharding(mesh)
-    return {key: jax.make_array_from_process_local_data(where, batch[key]) for key in BATCH_KEYS}
+    shape = (stage.batch_rows, stage.seq_len)
+
+    def place(array: np.ndarray) -> jax.Array:
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
+            first, stop, _ = index[0].indices(shape[0])
+            return array[first - first_row : stop - first_row, index[1]]
+
+        return jax.make_array_from_callback(shape, where, part)
+
+    return {key: place(batch[key]) for key in BATCH_KEYS}
 
 
 def train_step(
