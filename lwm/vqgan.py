@@ -262,7 +262,7 @@ def _decode_bytes(config: VQGANConfig, params: Params, codes: jax.Array) -> jax.
     return jnp.round((decode(config, params, codes) + 1.0) * 127.5).astype(jnp.uint8)
 
 
-def _padded(array: np.ndarray, batch: int) -> Iterator[np.ndarray]:
+def batches(array: np.ndarray, batch: int) -> Iterator[np.ndarray]:
     """Slices of `batch` rows; the last one repeats its first row to be full, so that one compilation serves all."""
     for start in range(0, len(array), batch):
         rows = array[start : start + batch]
@@ -279,7 +279,7 @@ def encode_frames(config: VQGANConfig, params: Params, pixels: np.ndarray, *, ba
     if not len(pixels):
         return np.zeros((0, config.codes_per_frame), np.int32)
     # All batches are dispatched before the first is waited for.
-    codes = [_encode_bytes(config, params, rows) for rows in _padded(pixels, batch)]
+    codes = [_encode_bytes(config, params, rows) for rows in batches(pixels, batch)]
     return np.concatenate([np.asarray(part).reshape(batch, -1) for part in codes])[: len(pixels)]
 
 
@@ -305,7 +305,7 @@ def decode_frames(config: VQGANConfig, params: Params, codes: np.ndarray, *, bat
             f"vqgan: code {low if low < 0 else high} is not in the codebook of {config.num_embeddings}; "
             f"codes run from 0 to {config.num_embeddings - 1}"
         )
-    frames = [_decode_bytes(config, params, rows) for rows in _padded(codes.astype(np.int32), batch)]
+    frames = [_decode_bytes(config, params, rows) for rows in batches(codes.astype(np.int32), batch)]
     return np.concatenate([np.asarray(part) for part in frames])[: len(codes)]
 
 
