@@ -45,7 +45,7 @@ class Placed:
 class Case:
     """One prompt with its right answer.
 
-    length: requested tokens of the whole prompt, question included (a blind control has no haystack, and its own size).
+    length: requested tokens, question and answer included (a blind control has no haystack, and its own size).
     depth: requested depth, 0..1; None for controls, where nothing is placed.
     prompt: int32 [num_tokens], num_tokens <= length.
     """
@@ -59,6 +59,7 @@ class Case:
     answer: str
     needles: tuple[Placed, ...] = ()
     num_frames: int | None = None
+    frame_sources: np.ndarray | None = None  # int32 [T, 2]: clip and frame within it, -1 for the needle
 
     def __post_init__(self) -> None:
         assert self.kind in get_args(Kind), self.kind

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data.text import TextTokenizer
 from eval import scoring
-from eval.haystack import Tokenizer
 from eval.protocol import Case, Model
 
 RECORDS_NAME = "cases.jsonl"
@@ -47,7 +47,7 @@ def record_key(case: Case, model_id: str) -> str:
     return hashlib.sha256(f"{case.key}\n{model_id}".encode()).hexdigest()
 
 
-def text_decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
+def text_decoder(tokenizer: TextTokenizer) -> Callable[[Sequence[int]], str]:
     """ids -> text for answers, where a model may say anything: each run of ids that are no text becomes one \ufffd."""
 
     def decode(ids: Sequence[int]) -> str:
