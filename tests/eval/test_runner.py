@@ -1,6 +1,7 @@
 """The runner: resuming, batching, torn files, foretelling the end."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ class Repeater:
         return [[int(p[0])] for p in prompts]
 
 
-OPTIONS = {"model_id": "m", "decode": lambda ids: " ".join(f"{i:03d}" for i in ids), "stop_id": 2}
+OPTIONS: dict[str, Any] = {"model_id": "m", "decode": lambda ids: " ".join(f"{i:03d}" for i in ids), "stop_id": 2}
 CASES = [
     _case(length, f"{100 * i + round:03d}", round=round) for i, length in enumerate((64, 32, 16)) for round in range(5)
 ]
@@ -162,9 +163,10 @@ def test_answers_that_are_no_text_are_shown_as_such():
             assert all(0 <= i < 10 for i in ids)
             return "".join(map(str, ids))
 
-    decode = runner.text_decoder(Letters())
+    letters: Any = Letters()
+    decode = runner.text_decoder(letters)
     assert decode([4, 8, 2]) == "482"
-    assert decode(np.array([4, 8, 12, 900, 2])) == "48\ufffd2"
+    assert decode(np.array([4, 8, 12, 900, 2]).tolist()) == "48\ufffd2"
     assert decode([]) == ""
 
 
