@@ -118,7 +118,7 @@ def test_case_keys_differ_in_every_respect():
 
 def test_progress_and_eta_follow_the_tokens(tmp_path):
     seconds = iter(range(100))
-    seen = []
+    seen: list[runner.Progress] = []
     runner.run(
         CASES[5:],
         Repeater(),
