@@ -1,7 +1,7 @@
 """The local kernel in plain XLA: attention of one shard of queries to one shard of keys, block by block.
 
 Blocks that nobody sees are not visited: the pairs of blocks are classified on the device, the visible
-ones sorted to the front, and a loop runs over just those (fully visible ones first, without masking).
+ones sorted to the front, and a loop runs over just those (fully visible ones first, without comparing).
 Blockwise Parallel Transformers, arXiv:2305.19370; FlashAttention-2's backward, arXiv:2307.08691.
 
 Shapes: B batch, S sequence (T of the keys), G key/value heads, R query heads per key/value head, D head dim.
@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ring.mask import FULL, NONE, Keys, Queries, classify, visible, visible_transposed
+from ring.mask import FULL, NONE, Keys, Queries, classify, visible
 from ring.softmax import Running
 
 
@@ -73,35 +73,27 @@ def forward(
     _, groups, heads, q_len, dim = q.shape
     locate = _locator(kernel, q_len, kv.shape[3])
 
-    def visit(masked: bool) -> Callable[[jax.Array, Running], Running]:
-        def body(step: jax.Array, running: Running) -> Running:
-            b, i, j = locate(work.order[step])
-            rows = lambda x: _slice(x, (b, 0, 0, i), (groups, heads, kernel.query_block))  # noqa: E731
-            keys = lambda n: lax.dynamic_slice(kv, (n, b, 0, j, 0), (1, 1, groups, kernel.key_block, dim))[0, 0]  # noqa: E731
-            score = _capped(
-                kernel,
-                _dot("grqd,gkd->grqk", _slice(q, (b, 0, 0, i, 0), (groups, heads, kernel.query_block, dim)), keys(0)),
-            )
-            if masked:
-                sees = visible(_meta(query, b, i, kernel.query_block), _meta(key, b, j, kernel.key_block))
-                score = jnp.where(sees[None, None], score, -jnp.inf)
-            top, total = rows(running.top), rows(running.total)
-            out = _slice(running.out, (b, 0, 0, i, 0), (groups, heads, kernel.query_block, dim))
-            new_top = jnp.maximum(top, jnp.max(score, axis=-1))
-            weight = jnp.exp(score - new_top[..., None])
-            shrink = jnp.exp(top - new_top)
-            new_total = total * shrink + jnp.sum(weight, axis=-1)
-            new_out = out * shrink[..., None] + _dot("grqk,gkd->grqd", weight.astype(kv.dtype), keys(1))
-            return Running(
-                _update(running.out, new_out, (b, 0, 0, i, 0)),
-                _update(running.top, new_top, (b, 0, 0, i)),
-                _update(running.total, new_total, (b, 0, 0, i)),
-            )
+    def visit(step: jax.Array, running: Running) -> Running:
+        b, i, j = locate(work.order[step])
+        rows = lambda x: _slice(x, (b, 0, 0, i), (groups, heads, kernel.query_block))  # noqa: E731
+        keys = lambda n: lax.dynamic_slice(kv, (n, b, 0, j, 0), (1, 1, groups, kernel.key_block, dim))[0, 0]  # noqa: E731
+        q_block = _slice(q, (b, 0, 0, i, 0), (groups, heads, kernel.query_block, dim))
+        hidden = _hidden(kernel, query, key, (b, i, j), step < work.num_full, running.top)
+        score = _capped(kernel, _dot("grqd,gkd->grqk", q_block, keys(0))) + hidden[None, None]
+        top, total = rows(running.top), rows(running.total)
+        out = _slice(running.out, (b, 0, 0, i, 0), (groups, heads, kernel.query_block, dim))
+        new_top = jnp.maximum(top, jnp.max(score, axis=-1))
+        weight = jnp.exp(score - new_top[..., None])
+        shrink = jnp.exp(top - new_top)
+        new_total = total * shrink + jnp.sum(weight, axis=-1)
+        new_out = out * shrink[..., None] + _dot("grqk,gkd->grqd", weight.astype(kv.dtype), keys(1))
+        return Running(
+            _update(running.out, new_out, (b, 0, 0, i, 0)),
+            _update(running.top, new_top, (b, 0, 0, i)),
+            _update(running.total, new_total, (b, 0, 0, i)),
+        )
 
-        return body
-
-    running = lax.fori_loop(0, work.num_full, visit(masked=False), running)
-    return lax.fori_loop(work.num_full, work.num_visible, visit(masked=True), running)
+    return lax.fori_loop(0, work.num_visible, visit, running)
 
 
 class Residual(NamedTuple):
@@ -128,39 +120,42 @@ def backward(
     locate = _locator(kernel, q_len, key_len)
     k_transposed = jnp.swapaxes(kv[0], -1, -2)
 
-    def visit(masked: bool) -> Callable:
-        def body(step: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            dq, dkv = carry
-            b, i, j = locate(work.order[step])
-            rows = lambda x: _slice(x, (b, 0, 0, i, 0), (groups, heads, kernel.query_block, dim))  # noqa: E731
-            stat = lambda x: _slice(x, (b, 0, 0, i), (groups, heads, kernel.query_block))  # noqa: E731
-            keys = lambda n: lax.dynamic_slice(kv, (n, b, 0, j, 0), (1, 1, groups, kernel.key_block, dim))[0, 0]  # noqa: E731
-            q, dout, lse, delta = rows(residual.q), rows(residual.dout), stat(residual.lse), stat(residual.delta)
-            score = _capped(kernel, _dot("gkd,grqd->gkrq", keys(0), q))
-            hidden = score
-            if masked:
-                sees = visible_transposed(_meta(query, b, i, kernel.query_block), _meta(key, b, j, kernel.key_block))
-                hidden = jnp.where(sees[None, :, None], score, -jnp.inf)
-            weight = jnp.exp(hidden - lse[:, None])
-            dv = _dot("gkrq,grqd->gkd", weight.astype(dout.dtype), dout)
-            dscore = weight * (_dot("gkd,grqd->gkrq", keys(1), dout) - delta[:, None])
-            if kernel.soft_cap is not None:
-                dscore = dscore * (1 - jnp.square(score / kernel.soft_cap))
-            dscore = (dscore * kernel.scale).astype(q.dtype)
-            dk = _dot("gkrq,grqd->gkd", dscore, q)
-            k_block = _slice(k_transposed, (b, 0, 0, j), (groups, dim, kernel.key_block))
-            dq_start, dkv_start = (b, 0, 0, 0, i), (0, b, 0, j, 0)
-            dq_block = lax.dynamic_slice(dq, dq_start, (1, groups, dim, heads, kernel.query_block))
-            dkv_block = lax.dynamic_slice(dkv, dkv_start, (2, 1, groups, kernel.key_block, dim))
-            dq_block = dq_block + _dot("gdk,gkrq->gdrq", k_block, dscore)[None]
-            dkv_block = dkv_block + jnp.stack([dk, dv])[:, None]
-            return lax.dynamic_update_slice(dq, dq_block, dq_start), lax.dynamic_update_slice(dkv, dkv_block, dkv_start)
+    def visit(step: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        dq, dkv = carry
+        b, i, j = locate(work.order[step])
+        rows = lambda x: _slice(x, (b, 0, 0, i, 0), (groups, heads, kernel.query_block, dim))  # noqa: E731
+        stat = lambda x: _slice(x, (b, 0, 0, i), (groups, heads, kernel.query_block))  # noqa: E731
+        keys = lambda n: lax.dynamic_slice(kv, (n, b, 0, j, 0), (1, 1, groups, kernel.key_block, dim))[0, 0]  # noqa: E731
+        q, dout, lse, delta = rows(residual.q), rows(residual.dout), stat(residual.lse), stat(residual.delta)
+        hidden = _hidden(kernel, query, key, (b, i, j), step < work.num_full, dq).T
+        score = _capped(kernel, _dot("gkd,grqd->gkrq", keys(0), q))
+        weight = jnp.exp(score + hidden[None, :, None] - lse[:, None])
+        dv = _dot("gkrq,grqd->gkd", weight.astype(dout.dtype), dout)
+        dscore = weight * (_dot("gkd,grqd->gkrq", keys(1), dout) - delta[:, None])
+        if kernel.soft_cap is not None:
+            dscore = dscore * (1 - jnp.square(score / kernel.soft_cap))
+        dscore = (dscore * kernel.scale).astype(q.dtype)
+        dk = _dot("gkrq,grqd->gkd", dscore, q)
+        k_block = _slice(k_transposed, (b, 0, 0, j), (groups, dim, kernel.key_block))
+        dq_start, dkv_start = (b, 0, 0, 0, i), (0, b, 0, j, 0)
+        dq_block = lax.dynamic_slice(dq, dq_start, (1, groups, dim, heads, kernel.query_block))
+        dkv_block = lax.dynamic_slice(dkv, dkv_start, (2, 1, groups, kernel.key_block, dim))
+        dq_block = dq_block + _dot("gdk,gkrq->gdrq", k_block, dscore)[None]
+        dkv_block = dkv_block + jnp.stack([dk, dv])[:, None]
+        return lax.dynamic_update_slice(dq, dq_block, dq_start), lax.dynamic_update_slice(dkv, dkv_block, dkv_start)
 
-        return body
+    return lax.fori_loop(0, work.num_visible, visit, (dq, jnp.zeros(kv.shape, dq.dtype)))
 
-    carry = dq, jnp.zeros(kv.shape, dq.dtype)
-    carry = lax.fori_loop(0, work.num_full, visit(masked=False), carry)
-    return lax.fori_loop(work.num_full, work.num_visible, visit(masked=True), carry)
+
+def _hidden(kernel: Kernel, query: Queries, key: Keys, place: tuple, full: jax.Array, like: jax.Array) -> jax.Array:
+    """[Q, K]: 0 where the query sees the key, -inf elsewhere; computed once per block, shared by its heads."""
+    b, i, j = place
+
+    def compare() -> jax.Array:
+        sees = visible(_meta(query, b, i, kernel.query_block), _meta(key, b, j, kernel.key_block))
+        return jnp.where(sees, jnp.zeros((), like.dtype), -jnp.inf)
+
+    return lax.cond(full, lambda: jnp.zeros((kernel.query_block, kernel.key_block), like.dtype), compare)
 
 
 def _locator(kernel: Kernel, q_len: int, key_len: int) -> Callable:

@@ -112,16 +112,6 @@ def visible(query: Queries, key: Keys) -> jax.Array:
     )
 
 
-def visible_transposed(query: Queries, key: Keys) -> jax.Array:
-    """bool [..., K, Q]."""
-    position, segment = key.position[..., None], key.segment[..., None]
-    return (
-        (query.segment[..., None, :] == segment)
-        & (query.first[..., None, :] <= position)
-        & (position <= query.last[..., None, :])
-    )
-
-
 class _Range(NamedTuple):
     """Smallest and largest (segment, position) pair per block, and what a FULL block needs; int32 [..., N]."""
 
