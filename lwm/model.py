@@ -47,7 +47,10 @@ class Compute:
 
 
 def init(config: ModelConfig, key: jax.Array, mesh: AnyMesh | None = None) -> Params:
-    """Initial float32 parameters, placed by the table's shardings when a mesh is given; values do not depend on it."""
+    """Initial float32 parameters, placed by the table's shardings when a mesh is given.
+
+    The values are the same on every mesh, up to the rounding of the last bit.
+    """
     shardings = None if mesh is None else sharding.parameter_shardings(config, mesh)
     return jax.jit(lambda key: sharding.init_parameters(config, key), out_shardings=shardings)(key)
 

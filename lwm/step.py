@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ring
@@ -140,7 +139,7 @@ def train_step(
             return objective.loss(config, params, *arrays, compute=compute, chunk=stage.loss_chunk)
 
         (value, tally), gradients = jax.value_and_grad(loss, has_aux=True)(state.params)
-        norm, lr = optax.global_norm(gradients), rate(state.step)
+        norm, lr = _norm(gradients), rate(state.step)
         finite = jnp.isfinite(value) & jnp.isfinite(norm)
         directions, opt_state = descent.update(gradients, state.opt_state, state.params)
         params = jax.tree.map(lambda weight, direction: weight - lr * direction, state.params, directions)
@@ -160,6 +159,10 @@ def train_step(
         return new_state, Metrics(value, norm, lr, skipped, in_a_row, tally)
 
     return step
+
+
+def _norm(tree: Any) -> jax.Array:
+    return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)))
 
 
 class CompiledStep:

@@ -1,0 +1,238 @@
+"""Whole runs of a tiny model on a tiny corpus: stages, resuming, stopping, and what is refused."""
+
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from data.build import build_corpus
+from data.examples import TokenizedExample
+from data.vocabulary import Vocabulary
+from lwm import checkpoint, model, stages, trainer
+from lwm.config import RunConfig, StageConfig
+from lwm.lifecycle import NonFiniteLoss, Preempted, StopSignal
+from lwm.sharding import Params, flatten, make_mesh
+from lwm.step import abstract_state
+from lwm.telemetry import Telemetry, read_metrics
+
+VOCABULARY = Vocabulary(text_size=32, num_codes=14, vision_size=16)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty short examples: counting upwards in text, and in vision after a text prefix."""
+    directory = tmp_path_factory.mktemp("corpus") / "tiny"
+    rng = np.random.default_rng(0)
+
+    def example(number: int) -> TokenizedExample:
+        text = (int(rng.integers(32)) + np.arange(int(rng.integers(6, 20)))) % 32
+        vision = 32 + (int(rng.integers(14)) + np.arange(9)) % 14
+        tokens = np.concatenate([text, vision]) if number % 2 else text
+        return TokenizedExample(tokens.astype(np.int32), np.arange(tokens.size) >= 4, str(number), "test")
+
+    build_corpus(directory, "tiny", map(example, range(40)), vocabulary=VOCABULARY, input_fingerprint="test")
+    return directory
+
+
+def stage(name: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "seq_len": 32,
+        "batch_rows": 8,
+        "steps": 6,
+        "rope_theta": 1e4,
+        "mesh": {"fsdp": 8},
+        "optimizer": {"peak_lr": 3e-3, "warmup_steps": 2},
+        "mixture": ({"corpus": "tiny", "share": 1.0},),
+        "remat": "none",
+        "compute_dtype": "float32",
+    } | changes
+
+
+LONGER = stage("long", seq_len=64, batch_rows=4, rope_theta=1e5, mesh={"fsdp": 2, "sp": 4}, carry="all")
+
+
+def run_config(corpus: Path, output: Path, *run_stages: dict[str, Any], **changes: Any) -> RunConfig:
+    values = {
+        "name": "test",
+        "output_dir": str(output),
+        "model": {
+            "text_vocab_size": 32,
+            "vision_vocab_size": 16,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+        },
+        "corpora": ({"name": "tiny", "directory": str(corpus)},),
+        "stages": run_stages,
+        "checkpoint": {"every_steps": 4},
+        "telemetry": {"wandb": "off", "peak_flops": 1e9},
+    }
+    return RunConfig.model_validate(values | changes)
+
+
+def train(config: RunConfig, **options: Any) -> tuple[list[stages.Record], str]:
+    """The records, and what was said."""
+    console = io.StringIO()
+    with Telemetry(config.output_dir, console=console) as telemetry:
+        records = trainer.train(config, telemetry=telemetry, **options)
+    return records, console.getvalue()
+
+
+def leaves(config: RunConfig) -> dict[str, np.ndarray]:
+    """Every array of the last checkpoint."""
+    saved = checkpoint.Checkpoints(Path(config.output_dir) / "checkpoints")
+    manifest = saved.latest()
+    assert manifest is not None
+    last = config.stages[-1]
+    last_model = config.model.model_copy(update={"rope_theta": last.rope_theta})
+    state = saved.restore(manifest, abstract_state(last_model, last, make_mesh(last.mesh)))
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(state)}
+
+
+def losses(config: RunConfig) -> list[tuple[int, float]]:
+    records = read_metrics(Path(config.output_dir) / "metrics.jsonl")
+    return [(record["step"], record["train/loss"]) for record in records if "train/loss" in record]
+
+
+class StopAt(StopSignal):
+    """Asks to stop when it has been looked at `count` times: the loop does so twice a step."""
+
+    def __init__(self, count: int):
+        super().__init__()
+        self.count = count
+
+    @property
+    def requested(self) -> bool:
+        self.count -= 1
+        if self.count <= 0:
+            self.request("test")
+        return super().requested
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kept_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compiled programs are kept for the length of this file, because its tests start the same run again and again."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = [getattr(jax.config, name) for name in names]
+    for name, value in zip(names, (str(tmp_path_factory.mktemp("programs")), 0.1), strict=True):
+        jax.config.update(name, value)
+    yield
+    for name, value in zip(names, before, strict=True):
+        jax.config.update(name, value)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, list[stages.Record], str]:
+    config = run_config(corpus, tmp_path_factory.mktemp("straight"), stage("short"), LONGER)
+    return config, *train(config)
+
+
+def test_records_and_metrics(undisturbed: tuple[RunConfig, list[stages.Record], str]) -> None:
+    config, (short, long), said = undisturbed
+    assert short["name"] == "short"
+    assert short["mesh"] == {"fsdp": 8}
+    assert long["mesh"] == {"fsdp": 2, "sp": 4}
+    assert (long["seq_len"], long["steps"], long["layout"], long["strategy"]) == (64, 6, "striped", "ring")
+    assert short["compilations"] == long["compilations"] == 1
+    assert 0 < short["tokens"] <= 6 * 8 * 32
+    assert long["loss_last"] < short["loss_first"]
+    assert [step for step, _ in losses(config)] == list(range(1, 13))
+    metrics = read_metrics(Path(config.output_dir) / "metrics.jsonl")
+    assert {"train/loss_text", "train/loss_vision", "perf/mfu", "data/tokens_seen"} <= metrics[-1].keys()
+    assert metrics[-1]["data/tokens_seen"] == short["tokens"] + long["tokens"]
+    assert "step 6/6 100%" in said
+    assert "compiled in" in said
+
+
+@pytest.mark.parametrize("looks", [5, 13, 19])
+def test_interrupted_run_ends_bitwise_where_a_straight_one_ends(
+    undisturbed: tuple[RunConfig, list[stages.Record], str], corpus: Path, tmp_path: Path, looks: int
+) -> None:
+    """Stops inside the first stage, at the boundary, and inside the second."""
+    straight, records, _ = undisturbed
+    config = run_config(corpus, tmp_path, *(each.model_dump() for each in straight.stages))
+    with pytest.raises(Preempted, match="test: saved after step"):
+        train(config, stop=StopAt(looks))
+    resumed, said = train(config)
+    assert "resuming after step" in said
+    assert losses(config) == losses(straight)
+    kept = ("name", "tokens", "loss_first", "loss_last")
+    assert [[each[name] for name in kept] for each in resumed] == [[each[name] for name in kept] for each in records]
+    expected, found = leaves(straight), leaves(config)
+    assert expected.keys() == found.keys()
+    for name, leaf in expected.items():
+        np.testing.assert_array_equal(found[name], leaf, err_msg=name)
+
+
+def test_finished_run_says_so_at_once(undisturbed: tuple[RunConfig, list[stages.Record], str]) -> None:
+    config, records, _ = undisturbed
+    again, said = train(config)
+    assert again == records
+    assert "run test was finished before: all 2 stages are done" in said
+    assert "compil" not in said
+
+
+def test_stage_end_is_called_once_even_when_it_was_interrupted(corpus: Path, tmp_path: Path) -> None:
+    config = run_config(corpus, tmp_path, stage("only", steps=2))
+    called: list[str] = []
+
+    def on_stage_end(stage: StageConfig, params: Params, mesh: Mesh) -> None:
+        called.append(stage.name)
+        assert flatten(params)["layers/query"].sharding.mesh == mesh
+        if len(called) == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(config, on_stage_end=on_stage_end)
+    train(config, on_stage_end=on_stage_end)
+    train(config, on_stage_end=on_stage_end)
+    assert called == ["only", "only"]
+
+
+def test_refusals(undisturbed: tuple[RunConfig, list[stages.Record], str], corpus: Path, tmp_path: Path) -> None:
+    straight, *_ = undisturbed
+    output = Path(straight.output_dir)
+    first, second = (each.model_dump() for each in straight.stages)
+
+    def refused(message: str, config: Callable[[], RunConfig]) -> None:
+        with pytest.raises(ValueError, match=message) as caught:
+            train(config())
+        assert "\n" not in str(caught.value)
+
+    deeper = straight.model.model_dump() | {"intermediate_size": 64}
+    refused(
+        r"of another model: layers/gate is float32\[2, 32, 32\] there and float32\[2, 32, 64\] in this configuration",
+        lambda: run_config(corpus, output, first, second, model=deeper),
+    )
+    refused("stands in stage 'long', which is not in the configuration", lambda: run_config(corpus, output, first))
+    refused(
+        "checkpoint.resume is never", lambda: run_config(corpus, output, first, second, checkpoint={"resume": "never"})
+    )
+    refused("checkpoint.resume is must", lambda: run_config(corpus, tmp_path, first, checkpoint={"resume": "must"}))
+    refused(
+        r"was trained on data \w+, but stage long now has \w+",
+        lambda: run_config(corpus, output, first, second | {"steps": 7}, seed=1),
+    )
+    wider = straight.model.model_dump() | {"text_vocab_size": 34}
+    refused("corpus 'tiny' has 32 text and 16 vision ids", lambda: run_config(corpus, tmp_path, first, model=wider))
+
+
+def test_non_finite_gradients_are_skipped_and_end_the_run(corpus: Path, tmp_path: Path) -> None:
+    """With weights of 1e30 every gradient overflows: nothing changes, and after k steps the run gives up."""
+    config = run_config(corpus, tmp_path, stage("wild", steps=20), checkpoint={"every_steps": 50})
+    huge = config.model.model_copy(update={"init_std": 1e30})
+    config = config.model_copy(update={"model": huge})
+    with pytest.raises(NonFiniteLoss, match=r"1\d steps in a row had no finite gradient"):
+        train(config)
+    saved = checkpoint.load_params(tmp_path)
+    drawn = model.init(huge, jax.random.key(0), make_mesh(config.stages[0].mesh))
+    for name, leaf in flatten(drawn).items():
+        np.testing.assert_array_equal(flatten(saved)[name], leaf, err_msg=name)
