@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import ArrayLike
 
 import ring
 from lwm import embedding, rope, sharding
@@ -221,9 +222,9 @@ def _remat(layer: Callable[..., Any], remat: str) -> Callable[..., Any]:
 def logits(
     config: ModelConfig,
     params: Params,
-    tokens_BS: jax.Array,
-    positions_BS: jax.Array | None = None,
-    segment_ids_BS: jax.Array | None = None,
+    tokens_BS: ArrayLike,
+    positions_BS: ArrayLike | None = None,
+    segment_ids_BS: ArrayLike | None = None,
     *,
     compute: Compute | None = None,
 ) -> jax.Array:
@@ -232,10 +233,9 @@ def logits(
     Without positions the tokens count 0, 1, 2, ... and must be in their natural order.
     """
     compute = compute or Compute()
-    tokens_BS = jnp.asarray(tokens_BS, jnp.int32)
+    tokens = jnp.asarray(tokens_BS, jnp.int32)
     if positions_BS is None:
-        positions_BS = jnp.broadcast_to(jnp.arange(tokens_BS.shape[1], dtype=jnp.int32), tokens_BS.shape)
-    if segment_ids_BS is not None:
-        segment_ids_BS = jnp.asarray(segment_ids_BS, jnp.int32)
-    x_BSE = hidden(config, params, tokens_BS, jnp.asarray(positions_BS, jnp.int32), segment_ids_BS, compute)
+        positions_BS = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    segments = None if segment_ids_BS is None else jnp.asarray(segment_ids_BS, jnp.int32)
+    x_BSE = hidden(config, params, tokens, jnp.asarray(positions_BS, jnp.int32), segments, compute)
     return head_logits(config, params, x_BSE, compute)

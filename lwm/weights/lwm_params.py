@@ -4,7 +4,6 @@ A file is a sequence of pairs (path, bytes); the bytes are one array as flax ser
 (shape, dtype name, data), or a dict of such chunks for arrays above 1 GB. Nothing in it is code, and nothing is run.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
@@ -77,11 +76,10 @@ def import_lwm(params_file: str | PathLike[str], config_json: str | PathLike[str
                 raise ValueError(f"{file} has an array {name!r}, but the model has {shape[0]} layers")
             flat.setdefault(path, np.empty(shape, np.float32))[layer] = array
             layers_seen[path] = layers_seen.get(path, 0) + 1
-    missing = [
-        path for path in table if path not in flat or layers_seen.get(path, config.num_layers) < config.num_layers
-    ]
-    if missing:
-        raise ValueError(f"{file} lacks {missing[0]}; it is incomplete, or {config_json} is of another model")
+    for path in table:
+        if path in flat and layers_seen.get(path, config.num_layers) == config.num_layers:
+            continue
+        raise ValueError(f"{file} lacks {path}; it is incomplete, or {config_json} is of another model")
     return config, nest(flat)
 
 
@@ -158,6 +156,4 @@ def _ours(path: str, array: np.ndarray, config: ModelConfig) -> np.ndarray:
 
 def _check_shape(file: Path, name: str, array: np.ndarray, wanted: tuple[int, ...]) -> None:
     if array.shape != wanted:
-        raise ValueError(
-            f"{file}: {name} has {math.prod(array.shape)} numbers as {array.shape}, but the configuration gives {wanted}"
-        )
+        raise ValueError(f"{file}: {name} has shape {array.shape}, but the configuration gives {wanted}")
