@@ -97,15 +97,19 @@ def test_a_query_that_sees_nothing_returns_zero(mesh_of: Callable) -> None:
 
 def test_append_writes_in_place_and_skips_slots_outside(mesh_of: Callable) -> None:
     plan = ring.Plan(mesh=mesh_of({"sp": 4, "dp": 2}))
+    assert plan.mesh is not None
     sharding = jax.sharding.NamedSharding(plan.mesh, plan.spec("batch", "sequence", None, None))
     cache = jax.device_put(jnp.zeros((B, 8, G, D)), sharding)
     new = jnp.ones((B, 2, G, D)) * jnp.asarray([[1.0, 2.0], [3.0, 4.0]])[:, :, None, None]
     slots = jnp.asarray([[7, -1], [0, 8]], jnp.int32)
     write = jax.jit(lambda c, n, s: decode.append(c, n, s, plan=plan, heads=True), donate_argnums=0)
     compiled = write.lower(cache, new, slots).compile()
-    assert compiled.memory_analysis().alias_size_in_bytes == cache.nbytes // 8
-    assert "all-gather" not in compiled.as_text()
-    assert "collective-permute" not in compiled.as_text()
+    memory, program = compiled.memory_analysis(), compiled.as_text()
+    assert memory is not None
+    assert program is not None
+    assert memory.alias_size_in_bytes == cache.nbytes // 8
+    assert "all-gather" not in program
+    assert "collective-permute" not in program
     expected = np.zeros((B, 8, G, D))
     expected[0, 7], expected[1, 0] = 1, 3
     np.testing.assert_array_equal(np.asarray(write(cache, new, slots)), expected)

@@ -66,7 +66,7 @@ def test_attention_local_inside_the_callers_shard_map(check_exact: Callable, str
     check_exact(axes={"sp": 4, "ulysses": 2}, local=True, strategy=strategy)
 
 
-@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_drawn_cases(check_exact: Callable, data: st.DataObject) -> None:
     strategy = data.draw(st.sampled_from(["ring", "ring", "ulysses", "all_gather", "usp"]))
