@@ -53,7 +53,10 @@ def init(config: ModelConfig, key: jax.Array, mesh: AnyMesh | None = None) -> Pa
     The values are the same on every mesh, up to the rounding of the last bit.
     """
     shardings = None if mesh is None else sharding.parameter_shardings(config, mesh)
-    return jax.jit(lambda key: sharding.init_parameters(config, key), out_shardings=shardings)(key)
+    # Runs once: on a CPU, LLVM's later passes would take several times longer than what they save.
+    options = {"xla_backend_optimization_level": 1} if jax.default_backend() == "cpu" else None
+    draw = jax.jit(lambda key: sharding.init_parameters(config, key), out_shardings=shardings, compiler_options=options)
+    return draw(key)
 
 
 class RMSNorm(nnx.Module):
