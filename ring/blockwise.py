@@ -13,6 +13,7 @@ orientations avoid that in all seven products.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ from jax import lax
 
 from ring.mask import FULL, NONE, Keys, Queries, classify, visible
 from ring.softmax import Running
+
+_FEW_PAIRS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,17 +76,22 @@ def forward(
     _, groups, heads, q_len, dim = q.shape
     locate = _locator(kernel, q_len, kv.shape[3])
 
-    def visit(step: jax.Array, running: Running) -> Running:
+    def visit(step: jax.Array, running: Running, masked: bool) -> Running:
         b, i, j = locate(work.order[step])
         rows = lambda x: _slice(x, (b, 0, 0, i), (groups, heads, kernel.query_block))  # noqa: E731
         keys = lambda n: lax.dynamic_slice(kv, (n, b, 0, j, 0), (1, 1, groups, kernel.key_block, dim))[0, 0]  # noqa: E731
         q_block = _slice(q, (b, 0, 0, i, 0), (groups, heads, kernel.query_block, dim))
-        hidden = _hidden(kernel, query, key, (b, i, j), step < work.num_full, running.top)
-        score = _capped(kernel, _dot("grqd,gkd->grqk", q_block, keys(0))) + hidden[None, None]
+        score = _dot("grqd,gkd->grqk", q_block, keys(0))
+        if kernel.soft_cap is not None:
+            score = kernel.soft_cap * jnp.tanh(score * (kernel.scale / kernel.soft_cap))
+        if masked:
+            score = score + _hidden(kernel, query, key, (b, i, j), running.top)[None, None]
         top, total = rows(running.top), rows(running.total)
         out = _slice(running.out, (b, 0, 0, i, 0), (groups, heads, kernel.query_block, dim))
-        new_top = jnp.maximum(top, jnp.max(score, axis=-1))
-        weight = jnp.exp(score - new_top[..., None])
+        # The scale comes after the maximum, which so reads the product itself and not one more copy of it.
+        scale = kernel.scale if kernel.soft_cap is None else 1.0
+        new_top = jnp.maximum(top, jnp.max(score, axis=-1) * scale)
+        weight = jnp.exp(score * scale - new_top[..., None])
         shrink = jnp.exp(top - new_top)
         new_total = total * shrink + jnp.sum(weight, axis=-1)
         new_out = out * shrink[..., None] + _dot("grqk,gkd->grqd", weight.astype(kv.dtype), keys(1))
@@ -93,7 +101,7 @@ def forward(
             _update(running.total, new_total, (b, 0, 0, i)),
         )
 
-    return lax.fori_loop(0, work.num_visible, visit, running)
+    return _loop(kernel, work, visit, running, q_len, kv.shape[3])
 
 
 class Residual(NamedTuple):
@@ -120,16 +128,20 @@ def backward(
     locate = _locator(kernel, q_len, key_len)
     k_transposed = jnp.swapaxes(kv[0], -1, -2)
 
-    def visit(step: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def visit(step: jax.Array, carry: tuple[jax.Array, jax.Array], masked: bool) -> tuple[jax.Array, jax.Array]:
         dq, dkv = carry
         b, i, j = locate(work.order[step])
         rows = lambda x: _slice(x, (b, 0, 0, i, 0), (groups, heads, kernel.query_block, dim))  # noqa: E731
         stat = lambda x: _slice(x, (b, 0, 0, i), (groups, heads, kernel.query_block))  # noqa: E731
         keys = lambda n: lax.dynamic_slice(kv, (n, b, 0, j, 0), (1, 1, groups, kernel.key_block, dim))[0, 0]  # noqa: E731
         q, dout, lse, delta = rows(residual.q), rows(residual.dout), stat(residual.lse), stat(residual.delta)
-        hidden = _hidden(kernel, query, key, (b, i, j), step < work.num_full, dq).T
-        score = _capped(kernel, _dot("gkd,grqd->gkrq", keys(0), q))
-        weight = jnp.exp(score + hidden[None, :, None] - lse[:, None])
+        score = _dot("gkd,grqd->gkrq", keys(0), q) * kernel.scale
+        if kernel.soft_cap is not None:
+            score = kernel.soft_cap * jnp.tanh(score / kernel.soft_cap)
+        shown = score
+        if masked:
+            shown = score + _hidden(kernel, query, key, (b, i, j), dq).T[None, :, None]
+        weight = jnp.exp(shown - lse[:, None])
         dv = _dot("gkrq,grqd->gkd", weight.astype(dout.dtype), dout)
         dscore = weight * (_dot("gkd,grqd->gkrq", keys(1), dout) - delta[:, None])
         if kernel.soft_cap is not None:
@@ -144,18 +156,22 @@ def backward(
         dkv_block = dkv_block + jnp.stack([dk, dv])[:, None]
         return lax.dynamic_update_slice(dq, dq_block, dq_start), lax.dynamic_update_slice(dkv, dkv_block, dkv_start)
 
-    return lax.fori_loop(0, work.num_visible, visit, (dq, jnp.zeros(kv.shape, dq.dtype)))
+    return _loop(kernel, work, visit, (dq, jnp.zeros(kv.shape, dq.dtype)), q_len, key_len)
 
 
-def _hidden(kernel: Kernel, query: Queries, key: Keys, place: tuple, full: jax.Array, like: jax.Array) -> jax.Array:
-    """[Q, K]: 0 where the query sees the key, -inf elsewhere; computed once per block, shared by its heads."""
+def _loop(kernel: Kernel, work: Work, visit: Callable, carry: Any, q_len: int, key_len: int) -> Any:
+    """Visits every visible pair of blocks; one loop where a second, unmasked one would not pay for its compilation."""
+    if (q_len // kernel.query_block) * (key_len // kernel.key_block) <= _FEW_PAIRS:
+        return lax.fori_loop(0, work.num_visible, functools.partial(visit, masked=True), carry)
+    carry = lax.fori_loop(0, work.num_full, functools.partial(visit, masked=False), carry)
+    return lax.fori_loop(work.num_full, work.num_visible, functools.partial(visit, masked=True), carry)
+
+
+def _hidden(kernel: Kernel, query: Queries, key: Keys, place: tuple, like: jax.Array) -> jax.Array:
+    """[Q, K]: 0 where the query sees the key, -inf elsewhere; the barrier keeps heads from each comparing again."""
     b, i, j = place
-
-    def compare() -> jax.Array:
-        sees = visible(_meta(query, b, i, kernel.query_block), _meta(key, b, j, kernel.key_block))
-        return jnp.where(sees, jnp.zeros((), like.dtype), -jnp.inf)
-
-    return lax.cond(full, lambda: jnp.zeros((kernel.query_block, kernel.key_block), like.dtype), compare)
+    sees = visible(_meta(query, b, i, kernel.query_block), _meta(key, b, j, kernel.key_block))
+    return lax.optimization_barrier(jnp.where(sees, jnp.zeros((), like.dtype), -jnp.inf))
 
 
 def _locator(kernel: Kernel, q_len: int, key_len: int) -> Callable:
@@ -172,11 +188,6 @@ def _locator(kernel: Kernel, q_len: int, key_len: int) -> Callable:
 def _dot(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.einsum(equation, x, y, preferred_element_type=accumulation_dtype(x.dtype), precision=precision)
-
-
-def _capped(kernel: Kernel, product: jax.Array) -> jax.Array:
-    score = product * kernel.scale
-    return score if kernel.soft_cap is None else kernel.soft_cap * jnp.tanh(score / kernel.soft_cap)
 
 
 def _slice(x: jax.Array, start: tuple, sizes: tuple[int, ...]) -> jax.Array:
