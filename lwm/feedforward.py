@@ -72,7 +72,12 @@ def feed_forward(
         return _blockwise(chunk, mesh, x_BSE, gate_EF, up_EF, down_FE)
     gate_BSF = project("BSE,EF->BSF", GATE_AXES, mesh, x_BSE, gate_EF)
     up_BSF = project("BSE,EF->BSF", GATE_AXES, mesh, x_BSE, up_EF)
-    return project("BSF,FE->BSE", DOWN_AXES, mesh, jax.nn.silu(gate_BSF) * up_BSF, down_FE)
+    return project("BSF,FE->BSE", DOWN_AXES, mesh, _gated(gate_BSF, up_BSF), down_FE)
+
+
+def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    # In float32 and rounded once: rounding after each operation costs several times more than it saves on a CPU.
+    return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
 
 
 def chunk_length(num_tokens: int, chunk: int) -> int:
@@ -90,7 +95,7 @@ def _blockwise(
         gate_EF, up_EF, down_FE = _gather(weights, x_BSE.dtype, shared)
 
         def step(carry: None, x_CE: jax.Array) -> tuple[None, jax.Array]:
-            return carry, (jax.nn.silu(x_CE @ gate_EF) * (x_CE @ up_EF)) @ down_FE
+            return carry, _gated(x_CE @ gate_EF, x_CE @ up_EF) @ down_FE
 
         _, y = jax.lax.scan(step, None, _chunks(x_BSE, chunk))
         return psum(y.reshape(x_BSE.shape), tp)
@@ -119,12 +124,9 @@ def _blockwise_backward(chunk: int, mesh: AnyMesh | None, saved: _Saved, dy_BSE:
 
         def step(sums: Sums, chunk_in: tuple[jax.Array, jax.Array]) -> tuple[Sums, jax.Array]:
             x_CE, dy_CE = chunk_in
-            activated_CF, derivative = jax.vjp(jax.nn.silu, x_CE @ gate_EF)
-            up_CF = x_CE @ up_EF
-            dhidden_CF = dy_CE @ down_FE.T
-            dup_CF = dhidden_CF * activated_CF
-            (dgate_CF,) = derivative(dhidden_CF * up_CF)
-            products = (_outer(x_CE, dgate_CF), _outer(x_CE, dup_CF), _outer(activated_CF * up_CF, dy_CE))
+            hidden_CF, derivative = jax.vjp(_gated, x_CE @ gate_EF, x_CE @ up_EF)
+            dgate_CF, dup_CF = derivative(dy_CE @ down_FE.T)
+            products = (_outer(x_CE, dgate_CF), _outer(x_CE, dup_CF), _outer(hidden_CF, dy_CE))
             sums = tuple(total + product for total, product in zip(sums, products, strict=True))
             return sums, dgate_CF @ gate_EF.T + dup_CF @ up_EF.T
 
