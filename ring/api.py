@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from ring import local
+from ring import cost, local
 from ring.local import Spec
 from ring.mask import CAUSAL, Mask
 from ring.plan import ONE_DEVICE, Plan
@@ -96,7 +96,8 @@ def _attention(
     if segment_ids is None:
         segment_ids = jnp.ones(positions.shape, jnp.int32)
     _check_arrays(q, k, v, positions, segment_ids, last_visible, sinks, soft_cap)
-    strategy = _choose(plan)
+    heads_here, groups_here = _check_mesh(q, k, plan, inside)
+    strategy = _choose(plan, q, heads_here, groups_here, inside)
     spec = Spec(
         route=plan.route(strategy),
         mask=mask,
@@ -104,8 +105,8 @@ def _attention(
         soft_cap=None if soft_cap is None else float(soft_cap),
         query_block=plan.query_block,
         key_block=plan.key_block,
+        transit_dtype=plan.transit_dtype if plan.num_shards > 1 else None,
     )
-    heads_here, groups_here = _check_mesh(q, k, plan, inside)
     _check_route(spec, strategy, heads_here, groups_here)
     meta: Meta = (positions, segment_ids, last_visible)
     if inside:
@@ -205,10 +206,17 @@ def _attend_backward(runner: _Inside | _Sharded, residual: tuple, dout: jax.Arra
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _choose(plan: Plan) -> str:
+def _choose(plan: Plan, q: jax.Array, heads: int, groups: int, inside: bool) -> str:
     if plan.strategy != "auto":
         return plan.strategy
-    return "usp" if plan.axis_size(plan.ulysses_axis) > 1 else "ring"
+    if plan.num_shards == 1:
+        return "ring"
+    batch = q.shape[0] if inside else q.shape[0] // plan.size(plan.batch_axes)
+    length = q.shape[1] * (plan.num_shards if inside else 1)
+    shape = cost.Shape(batch, length, heads, groups, q.shape[3], q.dtype.itemsize)
+    chip = plan.hardware()
+    sizes = {"ring_size": plan.axis_size(plan.ring_axis), "ulysses_size": plan.axis_size(plan.ulysses_axis)}
+    return cost.choose(shape, chip, cost.candidates(shape, chip, **sizes)).best.strategy
 
 
 def _check_arrays(

@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ring import exchange, rotate, softmax
+from ring import exchange, rotate, softmax, transit
 from ring.blockwise import Kernel, Residual, accumulation_dtype
 from ring.mask import Keys, Mask, Queries, pad_keys, pad_queries, queries
+from ring.transit import Parcel
 
 # Measured on CPUs: shards that fit into the cache lose less to masked pairs in small blocks.
 _SMALL_BLOCK, _LARGE_BLOCK, _LARGE_SHARD = 128, 256, 2048
@@ -44,6 +45,7 @@ class Spec:
     soft_cap: float | None
     query_block: int | None
     key_block: int | None
+    transit_dtype: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,13 +152,16 @@ def _leave_queries(spec: Spec, ready: _Prepared, x: jax.Array) -> jax.Array:
     return exchange.join_heads(x, spec.route.exchange, heads=2, sequence=1)
 
 
-def _enter_keys(spec: Spec, ready: _Prepared, k_BSGD: jax.Array, v_BSGD: jax.Array) -> jax.Array:
-    """[B,S,G,D] twice -> [2,B,G,T,D]: keys and values travel in one message, in their own dtype."""
-    kv = jnp.stack([k_BSGD, v_BSGD])
-    kv = exchange.repeat_groups(kv, _repeats(spec, k_BSGD.shape[2]), heads=3)
-    kv = exchange.split_heads(kv, spec.route.exchange, heads=3, sequence=2)
-    kv = exchange.gather(jnp.swapaxes(kv, 2, 3), spec.route.gather, sequence=3)
-    return _pad(kv, 3, ready.key.segment.shape[1])
+def _enter_keys(spec: Spec, ready: _Prepared, k_BSGD: jax.Array, v_BSGD: jax.Array) -> Parcel:
+    """[B,S,G,D] twice -> [2,B,G,T,D] as it travels: keys and values in one message."""
+
+    def enter(x: jax.Array) -> jax.Array:
+        x = exchange.repeat_groups(x, _repeats(spec, k_BSGD.shape[2]), heads=3)
+        x = exchange.split_heads(x, spec.route.exchange, heads=3, sequence=2)
+        x = exchange.gather(jnp.swapaxes(x, 2, 3), spec.route.gather, sequence=3)
+        return _pad(x, 3, ready.key.segment.shape[1])
+
+    return jax.tree.map(enter, transit.encode(jnp.stack([k_BSGD, v_BSGD]), spec.transit_dtype))
 
 
 def _leave_keys(spec: Spec, ready: _Prepared, dkv: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array]:

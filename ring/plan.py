@@ -9,7 +9,9 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ring import layout as layouts
+from ring.cost import Chip, chip_of
 from ring.local import Route
+from ring.transit import TRANSIT_DTYPES
 
 STRATEGIES = ("ring", "ulysses", "all_gather", "usp", "auto")
 BACKENDS = ("auto", "xla")
@@ -24,8 +26,10 @@ class Plan:
         keys and values; "usp" exchanges heads over ``ulysses_axis`` and rotates over ``ring_axis``; "auto" chooses.
     layout: how callers ordered the sequence (``ring.layout.permutation``); exactness never depends on it.
     query_block, key_block: tokens per block of the local kernel; None chooses.
-    transit_dtype: None sends keys and values in their own dtype.
+    transit_dtype: None sends keys and values in their own dtype; "int8" and "float8_e4m3fn" quantize them, with
+        the error that ``ring.transit`` states. Where nothing travels (one shard) nothing is quantized.
     backend: the local kernel; "auto" chooses.
+    chip: what strategy "auto" calculates with, a name of ``ring.cost.CHIPS``; None takes the mesh's own devices.
     batch_axes, head_axis, ring_axis, ulysses_axis: mesh axis names; one that the mesh lacks counts as size 1.
         The sequence is sharded over (ring_axis, ulysses_axis), ring_axis outermost.
     """
@@ -37,6 +41,7 @@ class Plan:
     key_block: int | None = None
     transit_dtype: str | None = None
     backend: str = "auto"
+    chip: str | None = None
     batch_axes: tuple[str, ...] = ("dp", "fsdp")
     head_axis: str = "tp"
     ring_axis: str = "sp"
@@ -51,8 +56,13 @@ class Plan:
             size = getattr(self, field)
             if size is not None and size < 1:
                 raise ValueError(f"Plan.{field} is {size}; give at least 1 token, or None to let ring choose")
-        if self.transit_dtype is not None:
-            raise ValueError(f"Plan.transit_dtype is {self.transit_dtype!r}; only None is supported")
+        if self.transit_dtype not in (None, *TRANSIT_DTYPES):
+            raise ValueError(
+                f"Plan.transit_dtype is {self.transit_dtype!r}; choose one of {', '.join(TRANSIT_DTYPES)}, "
+                f"or None to send keys and values in their own dtype"
+            )
+        if self.chip is not None:
+            chip_of(self.chip)
         if isinstance(self.batch_axes, str):
             raise ValueError(f"Plan.batch_axes is {self.batch_axes!r}; give a tuple of axis names")
         object.__setattr__(self, "batch_axes", tuple(self.batch_axes))
@@ -89,6 +99,16 @@ class Plan:
     def spec(self, *dims: str | None) -> PartitionSpec:
         """PartitionSpec of an array whose dims are "batch", "sequence", "heads" or None."""
         return PartitionSpec(*(None if dim is None else (self.axes(dim) or None) for dim in dims))
+
+    def hardware(self) -> Chip:
+        """The chip that strategy "auto" calculates with; ValueError if the devices are not in the table."""
+        if self.chip is not None:
+            return chip_of(self.chip)
+        devices = self.mesh.devices.flat if isinstance(self.mesh, Mesh) else jax.devices()
+        try:
+            return chip_of(devices[0].device_kind)
+        except ValueError as error:
+            raise ValueError(f"strategy 'auto' needs Plan.chip here: {error}") from None
 
     def route(self, strategy: str) -> Route:
         """The collectives of a strategy on this mesh."""

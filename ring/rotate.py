@@ -18,10 +18,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ring import blockwise
+from ring import blockwise, transit
 from ring.blockwise import Kernel, Residual
 from ring.mask import Keys, Queries
 from ring.softmax import Running
+from ring.transit import Parcel
 
 Tree = TypeVar("Tree")
 
@@ -46,7 +47,7 @@ def forward(
     kernel: Kernel,
     running: Running,
     q: jax.Array,
-    kv: jax.Array,
+    kv: Parcel,
     query: Queries,
     key: Keys,
     axes: tuple[str, ...],
@@ -56,10 +57,12 @@ def forward(
     hops = keys_by_hop(key, axes, size)
     works = blockwise.plan_work(kernel, query, hops)
 
-    def attend(hop: jax.Array | int, running: Running, kv: jax.Array) -> Running:
-        return blockwise.forward(kernel, running, q, kv, query, _at(hops, hop), _at(works, hop))
+    def attend(hop: jax.Array | int, running: Running, kv: Parcel) -> Running:
+        return blockwise.forward(
+            kernel, running, q, transit.decode(kv, q.dtype), query, _at(hops, hop), _at(works, hop)
+        )
 
-    def hop(index: jax.Array, carry: tuple[jax.Array, Running]) -> tuple[jax.Array, Running]:
+    def hop(index: jax.Array, carry: tuple[Parcel, Running]) -> tuple[Parcel, Running]:
         kv, running = carry
         arriving = send_on(kv, axes, size)
         return arriving, attend(index, running, kv)
@@ -70,7 +73,7 @@ def forward(
 
 
 def backward(
-    kernel: Kernel, residual: Residual, kv: jax.Array, query: Queries, key: Keys, axes: tuple[str, ...], size: int
+    kernel: Kernel, residual: Residual, kv: Parcel, query: Queries, key: Keys, axes: tuple[str, ...], size: int
 ) -> tuple[jax.Array, jax.Array]:
     """(dq [B,G,D,R,S], dkv [2,B,G,T,D]), both in the accumulation dtype."""
     hops = keys_by_hop(key, axes, size)
@@ -78,8 +81,10 @@ def backward(
     batch, groups, heads, length, dim = residual.q.shape
     dq = jnp.zeros((batch, groups, dim, heads, length), residual.lse.dtype)
 
-    def attend(hop: jax.Array | int, dq: jax.Array, kv: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return blockwise.backward(kernel, dq, residual, kv, query, _at(hops, hop), _at(works, hop))
+    def attend(hop: jax.Array | int, dq: jax.Array, kv: Parcel) -> tuple[jax.Array, jax.Array]:
+        return blockwise.backward(
+            kernel, dq, residual, transit.decode(kv, residual.q.dtype), query, _at(hops, hop), _at(works, hop)
+        )
 
     if size == 1:
         return attend(0, dq, kv)
@@ -87,7 +92,7 @@ def backward(
     arriving = send_on(kv, axes, size)
     dq, dkv = attend(0, dq, kv)
 
-    def hop(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def hop(index: jax.Array, carry: tuple[Parcel, jax.Array, jax.Array]) -> tuple[Parcel, jax.Array, jax.Array]:
         kv, dq, dkv = carry
         arriving, following = send_on((kv, dkv), axes, size)
         dq, own = attend(index, dq, kv)
