@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 import typer
 from typer.core import TyperCommand
 
+from eval.commands import app as eval_app
+from lwm.commands import ask, generate
 from lwm.lifecycle import EXIT_BAD_INPUT, EXIT_INTERRUPTED, RunStopped
+from lwm.options import OverridesArgument
 
 if TYPE_CHECKING:
     from lwm.config import RunConfig
@@ -34,6 +37,7 @@ data_app = typer.Typer(help="Build, inspect and verify tokenized corpora.", no_a
 tokenizer_app = typer.Typer(help="Train tokenizers.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(data_app, name="data")
 app.add_typer(tokenizer_app, name="tokenizer")
+app.add_typer(eval_app, name="eval")
 
 
 class _ConfigCommand(TyperCommand):
@@ -49,10 +53,6 @@ class _ConfigCommand(TyperCommand):
 
 ConfigArgument = Annotated[
     str, typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a shipped one (tiny).")
-]
-OverridesArgument = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[field=value]...", help="Overrides: seed=1, stages.0.steps=10, stages.NAME.mesh.sp=4."),
 ]
 
 
@@ -144,6 +144,10 @@ def demo(
     story.run(out)
 
 
+app.command()(ask)
+app.command()(generate)
+
+
 @app.command("config-help")
 def config_help(
     prefix: Annotated[str, typer.Argument(help="Only fields below this one, such as stages.0.mesh.")] = "",
@@ -170,12 +174,22 @@ def data_build(
 ) -> None:
     """Tokenize a manifest into one of CONFIG's corpora."""
     run = _load(config, overrides)
-    from lwm.corpora import build_from_manifest
+    from lwm.corpora import build_from_manifest, has_media, vision_tokenizer_of
     from lwm.telemetry import Progress
 
     name = corpus or manifest.stem
+    vision = vision_tokenizer_of(run) if has_media(manifest) else None
     with Progress(f"build {name}", None, unit="examples") as progress:
-        built = build_from_manifest(run, name, manifest, fps=fps, overwrite=overwrite, progress=progress)
+        built = build_from_manifest(
+            run,
+            name,
+            manifest,
+            encode_frames=None if vision is None else vision.encode,
+            encoder_fingerprint="" if vision is None else vision.fingerprint,
+            fps=fps,
+            overwrite=overwrite,
+            progress=progress,
+        )
     print(f"{built.directory}: {len(built)} examples, fingerprint {built.fingerprint}")
 
 
@@ -225,6 +239,58 @@ def tokenizer_train_text(
         path.open("rb").close()
     tokenizer = train_tokenizer((read_text(path) for path in texts), out, size=size)
     print(f"{out}: {tokenizer.size} pieces, fingerprint {tokenizer.fingerprint}")
+
+
+@tokenizer_app.command("train-vision", cls=_ConfigCommand)
+def tokenizer_train_vision(
+    config: ConfigArgument,
+    videos: Annotated[list[Path], typer.Option("--videos", metavar="PATH", help="A video, image or folder of them.")],
+    overrides: OverridesArgument = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The tokenizer's directory [default: tokenizers.vision].")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 2000,
+    batch: Annotated[int, typer.Option(min=1, help="Frames in one step.")] = 16,
+    fps: Annotated[float, typer.Option(min=0.001, help="Frames per second that are read.")] = 2.0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the tokenizer that is there.")] = False,
+) -> None:
+    """Train CONFIG's VQGAN on the frames of videos and images."""
+    run = _load(config, overrides)
+    directory = out or (None if run.tokenizers.vision is None else Path(run.tokenizers.vision))
+    if run.vqgan is None or directory is None:
+        raise ValueError(f"{run.name}: set {'vqgan' if run.vqgan is None else 'tokenizers.vision'} to train one")
+    if directory.exists() and not overwrite:
+        raise ValueError(f"{directory} is there already; give --overwrite to replace it, or another directory as --out")
+    import numpy as np
+
+    from data.video import read_frames
+    from lwm import vqgan_training
+    from lwm.media import find
+    from lwm.telemetry import Progress
+    from lwm.vision_tokenizer import VisionTokenizer
+
+    files = find(videos)
+    clips = []
+    with Progress("read the frames", len(files), unit="files") as progress:
+        for file in files:
+            clips.append(read_frames(file, fps=fps, size=run.vqgan.resolution).pixels)
+            progress(len(clips))
+    frames = np.concatenate(clips)
+    with Progress("train the vision tokenizer", steps, unit="steps") as progress:
+        params, metrics = vqgan_training.train(
+            run.vqgan,
+            frames,
+            steps=steps,
+            batch=batch,
+            seed=run.seed,
+            progress=lambda now: progress(now.step, f"psnr {now.psnr_db:.1f} dB"),
+        )
+    tokenizer = VisionTokenizer(run.vqgan, params, metrics)
+    tokenizer.save(directory, overwrite=overwrite)
+    print(
+        f"{directory}: {len(frames)} frames of {len(files)} files, psnr {metrics['psnr_db']:.1f} dB on frames set "
+        f"aside, {metrics['codes_used']} of {run.vqgan.num_embeddings} codes used, fingerprint {tokenizer.fingerprint}"
+    )
 
 
 def sentence(error: BaseException) -> str:

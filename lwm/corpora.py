@@ -12,6 +12,7 @@ from data.manifest import read_manifest
 from data.text import TextTokenizer
 from data.vocabulary import Vocabulary
 from lwm.config import ConfigError, RunConfig
+from lwm.vision_tokenizer import VisionTokenizer
 
 
 def vocabulary_of(config: RunConfig) -> Vocabulary:
@@ -28,6 +29,33 @@ def corpus_directory(config: RunConfig, name: str) -> Path:
             return Path(corpus.directory)
     known = ", ".join(corpus.name for corpus in config.corpora)
     raise ConfigError(f"{config.name} has no corpus {name!r}; its corpora are {known}")
+
+
+def text_tokenizer_of(config: RunConfig) -> TextTokenizer:
+    """The text tokenizer that `tokenizers.text` names; ValueError when it is not set or cannot be read."""
+    if config.tokenizers.text is None:
+        raise ConfigError(f"{config.name}: tokenizers.text is not set; train one with `lwm tokenizer train-text`")
+    return TextTokenizer.load(config.tokenizers.text)
+
+
+def vision_tokenizer_of(config: RunConfig) -> VisionTokenizer:
+    """The vision tokenizer in `tokenizers.vision`; ValueError when it is not set, not there, or not of `vqgan`."""
+    directory = config.tokenizers.vision
+    if config.vqgan is None or directory is None:
+        missing = "vqgan" if config.vqgan is None else "tokenizers.vision"
+        raise ConfigError(f"{config.name}: {missing} is not set, so there is no vision tokenizer for images and videos")
+    tokenizer = VisionTokenizer.load(directory)
+    if tokenizer.config != config.vqgan:
+        raise ConfigError(
+            f"{config.name}: the vision tokenizer in {directory} is not of the configuration's vqgan; train it again, "
+            "or set vqgan to what it was trained with"
+        )
+    return tokenizer
+
+
+def has_media(manifest: Path) -> bool:
+    """Whether a manifest names images or videos."""
+    return any(span.kind != "text" for example in read_manifest(manifest) for span in example.spans)
 
 
 def build_from_manifest(
@@ -55,9 +83,7 @@ def build_from_manifest(
         OSError: the manifest cannot be read.
     """
     directory = corpus_directory(config, name)
-    if config.tokenizers.text is None:
-        raise ConfigError(f"{config.name}: tokenizers.text is not set; train one with `lwm tokenizer train-text`")
-    tokenizer = TextTokenizer.load(config.tokenizers.text)
+    tokenizer = text_tokenizer_of(config)
     vocabulary = vocabulary_of(config)
     frame_size = None if config.vqgan is None else config.vqgan.resolution
     with manifest.open("rb") as file:

@@ -59,6 +59,13 @@ class Usage:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
 
+    def __str__(self) -> str:
+        fill, rate = self.prefill_seconds, self.new_tokens / max(self.decode_seconds, 1e-9)
+        return (
+            f"{self.prompt_tokens} tokens read in {fill:.2f}s ({self.prompt_tokens / max(fill, 1e-9):.0f}/s), "
+            f"{self.new_tokens} written in {self.decode_seconds:.2f}s ({rate:.0f}/s)"
+        )
+
 
 class Sampler:
     """A trained model that continues prompts, on one device (mesh None) or on a mesh. `eval.protocol.Model` is this.

@@ -1,0 +1,114 @@
+"""The commands that use a trained model: `lwm ask` and `lwm generate`. Heavy imports are inside them."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lwm.options import (
+    CheckpointOption,
+    MaxLengthOption,
+    OverridesArgument,
+    RunConfigOption,
+    SeedOption,
+    SystemOption,
+)
+
+
+def ask(
+    checkpoint: CheckpointOption,
+    question: Annotated[list[str], typer.Option("--question", metavar="TEXT", help="Give it again to ask more.")],
+    overrides: OverridesArgument = None,
+    video: Annotated[Path | None, typer.Option(metavar="FILE", help="The video that is asked about.")] = None,
+    image: Annotated[Path | None, typer.Option(metavar="FILE", help="Or an image.")] = None,
+    document: Annotated[Path | None, typer.Option("--text", metavar="FILE", help="Or a text.")] = None,
+    config: RunConfigOption = None,
+    system: SystemOption = None,
+    order: Annotated[
+        str, typer.Option(help="question-first, or media-first as in needle questions; as in training.")
+    ] = "question-first",
+    frames: Annotated[int | None, typer.Option(min=1, help="Frames of the video, spread evenly.")] = None,
+    fps: Annotated[float, typer.Option(min=0.001, help="Or frames per second.")] = 1.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
+    max_length: MaxLengthOption = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest word.")] = 0.0,
+    top_p: Annotated[float | None, typer.Option(help="Share of the probability to draw from.")] = None,
+    seed: SeedOption = 0,
+) -> None:
+    """Ask about a video, an image or a text."""
+    about = [path for path in (video, image, document) if path is not None]
+    if len(about) != 1:
+        raise ValueError(f"give one of --video, --image and --text; there are {len(about)}")
+    from data.examples import SYSTEM
+    from lwm import prompts
+    from lwm.serving import open_run
+
+    run = open_run(checkpoint, config, overrides or (), max_length=max_length, max_batch=1)
+    opening = SYSTEM if system is None else system
+    if document is not None:
+        text = prompts.read_document(document)
+        made = [prompts.ask_about_text(asked, run.text, document=text, system=opening) for asked in question]
+    else:
+        seen = prompts.look(about[0], run.need_vision(), image=image is not None, num_frames=frames, fps=fps)
+        made = [
+            prompts.ask_about_media(seen, asked, run.text, run.vocabulary, system=opening, order=order)
+            for asked in question
+        ]
+    for asked, prompt in zip(question, made, strict=True):
+        (ids,) = run.sampler.generate(
+            [prompt],
+            max_new_tokens=max_new_tokens,
+            stop_id=run.text.eos_id,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+        )
+        if len(question) > 1:
+            print(f"> {asked}")
+        print(prompts.answer_text(ids, run.text))
+    print(run.sampler.usage, file=sys.stderr)
+
+
+def generate(
+    checkpoint: CheckpointOption,
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="What to show.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="A .png for an image, a .gif or .mp4 for a video.")],
+    overrides: OverridesArgument = None,
+    config: RunConfigOption = None,
+    system: SystemOption = None,
+    frames: Annotated[int | None, typer.Option(min=1, help="Frames [default: 1 for .png, else 8].")] = None,
+    fps: Annotated[float, typer.Option(min=0.001, help="Frames per second of the file.")] = 4.0,
+    max_length: MaxLengthOption = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest code.")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Draw from this many likeliest codes.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Share of the probability to draw from.")] = None,
+    guidance: Annotated[
+        float | None, typer.Option(min=0.0, help="Strength of the prompt: above 1 exaggerates it.")
+    ] = None,
+    seed: SeedOption = 0,
+) -> None:
+    """Draw an image or a video from words."""
+    from data.examples import SYSTEM
+    from lwm import media, prompts
+    from lwm.serving import open_run
+
+    is_video = media.check_name(out) in media.VIDEOS
+    run = open_run(checkpoint, config, overrides or (), max_length=max_length, max_batch=2)
+    vision = run.need_vision()
+    codes = run.sampler.generate_video(
+        prompts.generation(
+            prompt, "video" if is_video else "image", run.text, system=SYSTEM if system is None else system
+        ),
+        num_frames=frames or (8 if is_video else 1),
+        codes_per_frame=vision.codes_per_frame,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        guidance=guidance,
+    )
+    pixels = vision.decode(codes)
+    media.write(out, pixels, fps=fps)
+    print(f"{out}: {len(pixels)} frames of {pixels.shape[2]} x {pixels.shape[1]} pixels")
+    print(run.sampler.usage, file=sys.stderr)

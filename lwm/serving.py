@@ -1,0 +1,117 @@
+"""A trained run, opened to be used: its configuration, tokenizers and a sampler around its last checkpoint."""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from data.text import TextTokenizer
+from data.vocabulary import Vocabulary
+from lwm import checkpoint
+from lwm.checkpoint import MANIFEST_FILE, find_checkpoint, read_manifest
+from lwm.config import ConfigError, MeshConfig, RunConfig, StageConfig, load_config, resolve_mesh
+from lwm.corpora import text_tokenizer_of, vision_tokenizer_of, vocabulary_of
+from lwm.sample import Sampler
+from lwm.sharding import make_mesh
+from lwm.vision_tokenizer import VisionTokenizer
+
+# A run directory's own copy of its configuration.
+RUN_FILE = "run.json"
+
+
+@dataclass(frozen=True, eq=False)
+class OpenRun:
+    """`identity` changes with the weights. `vision` is None where the run has no vision tokenizer."""
+
+    config: RunConfig
+    sampler: Sampler
+    text: TextTokenizer
+    vision: VisionTokenizer | None
+    vocabulary: Vocabulary
+    identity: str
+
+    def need_vision(self) -> VisionTokenizer:
+        """The vision tokenizer; ValueError where there is none."""
+        if self.vision is None:
+            raise ConfigError(f"{self.config.name} has no vision tokenizer; it can neither see nor draw")
+        return self.vision
+
+
+def save_run(config: RunConfig) -> Path:
+    """Write the configuration into its run directory, so that the checkpoints there explain themselves."""
+    path = Path(config.output_dir) / RUN_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(config.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+    return path
+
+
+def find_run(checkpoint_dir: str | Path, config: str | None = None, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration of a checkpoint: `config` (a file or a shipped name), else the one saved in its run directory.
+
+    ValueError when there is neither.
+    """
+    if config is not None:
+        return load_config(config, overrides)
+    step = find_checkpoint(checkpoint_dir)
+    for directory in (step, step.parent, step.parent.parent):
+        if (directory / RUN_FILE).is_file():
+            return load_config(directory / RUN_FILE, overrides)
+    raise ConfigError(
+        f"{checkpoint_dir} has no {RUN_FILE} that says which tokenizers its model reads; give the configuration that "
+        "it was trained with as --config CONFIG"
+    )
+
+
+def open_run(
+    checkpoint_dir: str | Path,
+    config: str | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    max_length: int | None = None,
+    max_batch: int = 8,
+) -> OpenRun:
+    """Load a checkpoint with its tokenizers, on all devices there are.
+
+    checkpoint_dir: a run directory, its `checkpoints`, or one step in it. max_length: the context; by default the
+    seq_len of the stage that the checkpoint was trained in. ValueError where anything is missing or does not fit.
+    """
+    run = find_run(checkpoint_dir, config, overrides)
+    path = find_checkpoint(checkpoint_dir)
+    manifest = read_manifest(path)
+    names = [stage.name for stage in run.stages]
+    # Imported weights were trained in no stage of this run: they go by its last one.
+    stage = run.stage(manifest.stage) if manifest.stage in names else run.stages[-1]
+    model = checkpoint.load_model_config(path)
+    mesh = serving_mesh(stage)
+    text, vocabulary = text_tokenizer_of(run), vocabulary_of(run)
+    vision = None if run.vqgan is None or run.tokenizers.vision is None else vision_tokenizer_of(run)
+    sampler = Sampler.for_stage(
+        model,
+        checkpoint.load_params(path, mesh),
+        stage.model_copy(update={"rope_theta": model.rope_theta}),
+        mesh,
+        vocabulary=vocabulary,
+        max_length=stage.seq_len if max_length is None else max_length,
+        max_batch=max_batch,
+    )
+    digest = hashlib.sha256((path / MANIFEST_FILE).read_bytes()).hexdigest()
+    return OpenRun(run, sampler, text, vision, vocabulary, f"{run.name}-{manifest.step}-{digest[:16]}")
+
+
+def serving_mesh(stage: StageConfig, num_devices: int | None = None) -> Mesh | None:
+    """The stage's own mesh where it fits the devices, else one ring over all of them; None for a single device."""
+    num_devices = jax.device_count() if num_devices is None else num_devices
+    if num_devices == 1:
+        return None
+    try:
+        resolve_mesh(stage.mesh, num_devices)
+    except ConfigError:
+        return make_mesh(MeshConfig(fsdp=1, sp=-1))
+    return make_mesh(stage.mesh)
