@@ -8,6 +8,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from lwm.collectives import AxisNames, all_gather, on_each_device, psum, psum_scatter
@@ -16,6 +17,7 @@ from lwm.sharding import WEIGHT_AXES, AnyMesh, Axes, axis_names, constrain, mesh
 GATE_AXES: Axes = ("embed", "mlp")
 DOWN_AXES: Axes = ("mlp", "embed")
 TOKEN_AXES: Axes = ("batch", "sequence", None)
+GATHERED = "gathered_weight"
 
 
 def gathered(axes: Axes) -> Axes:
@@ -23,32 +25,39 @@ def gathered(axes: Axes) -> Axes:
     return tuple(None if axis == "embed" else axis for axis in axes)
 
 
+def _in_use(axes: Axes, mesh: AnyMesh | None, weight: jax.Array, dtype: DTypeLike) -> jax.Array:
+    # Two constraints, so that the partitioner casts where the weight is stored and moves the smaller dtype.
+    return constrain(constrain(weight.astype(dtype), axes, mesh), gathered(axes), mesh)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def project(equation: str, axes: Axes, mesh: AnyMesh | None, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """einsum of activations x with a float32 `weight` of logical `axes`, computed and returned in x's dtype.
+    """einsum of activations x with a `weight` of logical `axes`, computed and returned in x's dtype.
 
-    The weight is cast and then gathered; nothing gathered is kept for the backward pass, and its gradient is
+    The weight is cast and then gathered. What is gathered is named "gathered_weight" for remat policies, so that it
+    need not be kept for the backward pass, which gathers it once more. The gradient of the float32 weight is
     accumulated in float32 and scattered back to where the weight is stored.
     """
-    return jnp.einsum(equation, x, constrain(weight.astype(x.dtype), gathered(axes), mesh))
+    return jnp.einsum(equation, x, _in_use(axes, mesh, weight, x.dtype))
 
 
 def _project_forward(
     equation: str, axes: Axes, mesh: AnyMesh | None, x: jax.Array, weight: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return project(equation, axes, mesh, x, weight), (x, weight)
+    assert weight.dtype == jnp.float32, "gradients are those of float32 master weights"
+    used = checkpoint_name(_in_use(axes, mesh, weight, x.dtype), GATHERED)
+    return jnp.einsum(equation, x, used), (x, used)
 
 
 def _project_backward(
     equation: str, axes: Axes, mesh: AnyMesh | None, saved: tuple[jax.Array, jax.Array], dy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    x, weight = saved
+    x, used = saved
     inputs, output = equation.split("->")
     x_dims, weight_dims = inputs.split(",")
-    used = constrain(weight.astype(x.dtype), gathered(axes), mesh)
     dx = jnp.einsum(f"{output},{weight_dims}->{x_dims}", dy, used)
     dweight = jnp.einsum(f"{x_dims},{output}->{weight_dims}", x, dy, preferred_element_type=jnp.float32)
-    return dx, constrain(dweight, axes, mesh).astype(weight.dtype)
+    return dx, constrain(dweight, axes, mesh)
 
 
 project.defvjp(_project_forward, _project_backward)

@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 import ring
 from lwm import embedding, rope, sharding
 from lwm.config import ModelConfig
-from lwm.feedforward import feed_forward, project
+from lwm.feedforward import GATHERED, feed_forward, project
 from lwm.sharding import AnyMesh, Axes, Params, constrain
 
 Rotation = tuple[jax.Array, jax.Array]
@@ -32,8 +32,9 @@ class Compute:
 
     `plan` carries the mesh and the attention strategy (None: one device). `dtype` is the dtype of activations and of
     weights in products. `remat`: "full" keeps only the input of each layer for the backward pass, "attention" also the
-    attention's result, "none" everything. `mlp_chunk`: tokens of a device in the feed-forward at once (None: all).
-    `token_axes` are the logical axes of [B, S]: decoding sets (None, None) or ("batch", None).
+    attention's result, "none" all activations; gathered weights are never kept. `mlp_chunk`: tokens of a device in the
+    feed-forward at once (None: all). `token_axes` are the logical axes of [B, S]: decoding sets (None, None) or
+    ("batch", None).
     """
 
     plan: ring.Plan | None = None
@@ -214,12 +215,20 @@ def hidden(
 
 
 def _remat(layer: Callable[..., Any], remat: str) -> Callable[..., Any]:
-    if remat == "none":
-        return layer
     policies = jax.checkpoint_policies
-    saved = {"full": policies.nothing_saveable, "attention": policies.save_only_these_names("ring_out", "ring_lse")}
+    saved = {
+        "full": policies.nothing_saveable,
+        "attention": policies.save_only_these_names("ring_out", "ring_lse"),
+        "none": _is_activation,
+    }
     # Inside a scan nothing can be merged across the two passes, so the barriers against it would only cost time.
     return jax.checkpoint(layer, policy=saved[remat], prevent_cse=False)
+
+
+def _is_activation(primitive: Any, *_: Any, **options: Any) -> bool:
+    # A gathered weight appears twice, as the result of its sharding constraint and of its name; a constraint on an
+    # activation costs nothing to apply again.
+    return primitive.name != "sharding_constraint" and options.get("name") != GATHERED
 
 
 def logits(

@@ -33,6 +33,19 @@ def learning_rate(config: OptimizerConfig, num_steps: int) -> Callable[[jax.Arra
     return rate
 
 
+def global_norm(gradients: Params) -> jax.Array:
+    """The Euclidean norm of all gradients together, float32."""
+    return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(gradients)))
+
+
+def clip(config: OptimizerConfig, gradients: Params, norm: jax.Array) -> Params:
+    """`gradients` of global norm `norm`, scaled down to `clip_norm` where they are longer."""
+    if config.clip_norm is None:
+        return gradients
+    scale = config.clip_norm / jnp.maximum(norm, config.clip_norm)
+    return jax.tree.map(lambda leaf: leaf * scale, gradients)
+
+
 def decay_mask(config: ModelConfig) -> Params:
     """True where weight decay applies: every matrix, embeddings and heads included (as LLaMA's and LWM's training),
     and no normalisation weight, whose natural value is 1 rather than 0."""
@@ -40,13 +53,11 @@ def decay_mask(config: ModelConfig) -> Params:
 
 
 def make_optimizer(model: ModelConfig, config: OptimizerConfig) -> optax.GradientTransformation:
-    """Gradients -> the direction to step against, before the learning rate: clip, Adam, decoupled weight decay.
+    """Clipped gradients -> the direction to step against, before the learning rate: Adam, decoupled weight decay.
 
     The learning rate multiplies afterwards (`lwm.step`), because it restarts with each stage where the moments may not.
     """
-    clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm is not None else optax.identity()
     return optax.chain(
-        clip,
         optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
         optax.add_decayed_weights(config.weight_decay, mask=decay_mask(model)),
     )

@@ -139,9 +139,10 @@ def train_step(
             return objective.loss(config, params, *arrays, compute=compute, chunk=stage.loss_chunk)
 
         (value, tally), gradients = jax.value_and_grad(loss, has_aux=True)(state.params)
-        norm, lr = _norm(gradients), rate(state.step)
+        norm, lr = optimizer.global_norm(gradients), rate(state.step)
         finite = jnp.isfinite(value) & jnp.isfinite(norm)
-        directions, opt_state = descent.update(gradients, state.opt_state, state.params)
+        clipped = optimizer.clip(stage.optimizer, gradients, norm)
+        directions, opt_state = descent.update(clipped, state.opt_state, state.params)
         params = jax.tree.map(lambda weight, direction: weight - lr * direction, state.params, directions)
 
         def keep(new: Any, old: Any) -> Any:
@@ -159,10 +160,6 @@ def train_step(
         return new_state, Metrics(value, norm, lr, skipped, in_a_row, tally)
 
     return step
-
-
-def _norm(tree: Any) -> jax.Array:
-    return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)))
 
 
 class CompiledStep:
