@@ -23,6 +23,9 @@ from ring.blockwise import accumulation_dtype
 from ring.mask import CAUSAL, Keys, Mask, queries, visible
 from ring.plan import ONE_DEVICE, Plan
 
+# Up to here, products with other groups' zeros cost less than the copy of the cache that they avoid.
+_MOST_GROUPS_AT_ONCE = 8
+
 
 def decode_attention(
     q: jax.Array,
@@ -111,15 +114,14 @@ def _decode_local(
     groups = k.shape[2]
     sees = visible(queries(mask, *fresh), Keys(*cached))
     rows = q.reshape(batch, length, groups, heads // groups, dim)
-    product = functools.partial(jnp.einsum, preferred_element_type=accumulation_dtype(q.dtype))
-    score = product("btgrd,bcgd->bgrtc", rows, k.astype(q.dtype)) * scale
+    score = _products(rows, k.astype(q.dtype)) * scale
     if soft_cap is not None:
         score = soft_cap * jnp.tanh(score / soft_cap)
     score = jnp.where(sees[:, None, None], score, -jnp.inf)
     top = jnp.maximum(jnp.max(score, axis=-1), softmax.LOWEST)
     weight = jnp.exp(score - top[..., None])
     total = jnp.sum(weight, axis=-1)
-    out = product("bgrtc,bcgd->bgrtd", weight.astype(q.dtype), v.astype(q.dtype))
+    out = _averages(weight.astype(q.dtype), v.astype(q.dtype))
     if axes:
         # One message holds the partial output and its statistics.
         packed = jnp.concatenate([out, top[..., None], total[..., None]], axis=-1)
@@ -131,6 +133,31 @@ def _decode_local(
         sinks = jnp.broadcast_to(sinks.astype(top.dtype).reshape(1, groups, heads // groups, 1), top.shape)
     out, _ = softmax.finish(running, sinks)
     return out.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype)
+
+
+def _products(rows: jax.Array, k: jax.Array) -> jax.Array:
+    """[B,T,G,R,D] and [B,C,G,D] -> scores [B,G,R,T,C]."""
+    batch, length, groups, heads, dim = rows.shape
+    product = functools.partial(jnp.einsum, preferred_element_type=accumulation_dtype(rows.dtype))
+    if groups > _MOST_GROUPS_AT_ONCE:
+        return product("btgrd,bcgd->bgrtc", rows, k)
+    # Zeros in the other groups' places make this one product with the cache as it lies in memory; the
+    # direct form copies the whole cache to bring the groups forward, at every step.
+    spread = jnp.einsum("btgrd,gh->bgrthd", rows, jnp.eye(groups, dtype=rows.dtype))
+    spread = spread.reshape(batch, groups * heads * length, groups * dim)
+    score = product("bnx,bcx->bnc", spread, k.reshape(batch, -1, groups * dim))
+    return score.reshape(batch, groups, heads, length, -1)
+
+
+def _averages(weight: jax.Array, v: jax.Array) -> jax.Array:
+    """Weights [B,G,R,T,C] and [B,C,G,D] -> [B,G,R,T,D]."""
+    batch, groups, heads, length, slots = weight.shape
+    product = functools.partial(jnp.einsum, preferred_element_type=accumulation_dtype(weight.dtype))
+    if groups > _MOST_GROUPS_AT_ONCE:
+        return product("bgrtc,bcgd->bgrtd", weight, v)
+    flat = weight.reshape(batch, groups * heads * length, slots)
+    out = product("bnc,bcx->bnx", flat, v.reshape(batch, slots, -1))
+    return jnp.einsum("bgrtgd->bgrtd", out.reshape(batch, groups, heads, length, groups, -1))
 
 
 def _append_local(cache: jax.Array, new: jax.Array, slots: jax.Array, *, axes: tuple[str, ...]) -> jax.Array:

@@ -95,6 +95,20 @@ def test_a_query_that_sees_nothing_returns_zero(mesh_of: Callable) -> None:
     np.testing.assert_allclose(np.asarray(call(jnp.ones((1, 8), jnp.int32), one)), 1.0, rtol=1e-6)
 
 
+@pytest.mark.parametrize("groups", [2, 16])
+def test_few_and_many_groups(groups: int) -> None:
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((2, 12, 32, 4)).astype(np.float32)
+    k, v = (rng.standard_normal((2, 12, groups, 4)).astype(np.float32) for _ in range(2))
+    positions, segments = np.tile(np.arange(12, dtype=np.int32), (2, 1)), np.ones((2, 12), np.int32)
+    expected = reference.attention(q, k, v, reference.visibility(positions, segments)).out[:, -3:]
+    out = decode.decode_attention(
+        jnp.asarray(q[:, -3:]), jnp.asarray(k), jnp.asarray(v), positions=jnp.asarray(positions[:, -3:]),
+        cache_positions=jnp.asarray(positions), cache_segment_ids=jnp.asarray(segments),
+    )  # fmt: skip
+    assert np.abs(np.asarray(out) - expected).max() <= 2e-6 * np.abs(expected).max()
+
+
 def test_append_writes_in_place_and_skips_slots_outside(mesh_of: Callable) -> None:
     plan = ring.Plan(mesh=mesh_of({"sp": 4, "dp": 2}))
     assert plan.mesh is not None
