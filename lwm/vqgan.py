@@ -61,9 +61,9 @@ def check_supported(config: VQGANConfig) -> None:
         )
 
 
-def _conv(size: int, channels_in: int, channels_out: int) -> dict[str, Weight]:
+def _conv(size: int, channels_in: int, channels_out: int, init: str = "fan_in") -> dict[str, Weight]:
     return {
-        "kernel": Weight((size, size, channels_in, channels_out), "fan_in"),
+        "kernel": Weight((size, size, channels_in, channels_out), init),
         "bias": Weight((channels_out,), "zeros"),
     }
 
@@ -77,7 +77,8 @@ def _res(channels_in: int, channels_out: int) -> dict[str, Any]:
         "norm_0": _norm(channels_in),
         "conv_0": _conv(3, channels_in, channels_out),
         "norm_1": _norm(channels_out),
-        "conv_1": _conv(3, channels_out, channels_out),
+        # Blocks that start as identities, and a decoder that starts from grey, learn faster.
+        "conv_1": _conv(3, channels_out, channels_out, "zeros"),
     }
     if channels_in != channels_out:
         block["shortcut"] = _conv(1, channels_in, channels_out)
@@ -113,7 +114,7 @@ def table(config: VQGANConfig) -> dict[str, Any]:
         decoder[f"level_{i}"] = level(widths[min(i + 1, last)], widths[i], config.num_res_blocks + 1)
         if i > 0 and config.resample_with_conv:
             decoder[f"level_{i}"]["upsample"] = _conv(3, widths[i], widths[i])
-    decoder |= {"norm_out": _norm(widths[0]), "conv_out": _conv(3, widths[0], config.num_channels)}
+    decoder |= {"norm_out": _norm(widths[0]), "conv_out": _conv(3, widths[0], config.num_channels, "zeros")}
 
     return {
         "encoder": encoder,
@@ -130,7 +131,7 @@ def _is_weight(leaf: object) -> bool:
 
 @partial(jax.jit, static_argnums=0)
 def init(config: VQGANConfig, key: jax.Array) -> Params:
-    """Fresh float32 parameters: nested dict, convolutions normal with variance 1 / fan-in."""
+    """Fresh float32 parameters: nested dict, convolutions normal with variance 1 / fan-in, or zero."""
     weights, structure = jax.tree.flatten(table(config), is_leaf=_is_weight)
     # One draw cut into pieces: a draw per weight would take XLA many times as long to compile.
     sizes = [math.prod(weight.shape) for weight in weights]

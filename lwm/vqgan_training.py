@@ -42,7 +42,7 @@ class Recipe:
     free_share: float = 0.2
     settled_share: float = 0.25
     squared: float = 2.0
-    edges: float = 1.0
+    edges: float = 0.3
     edge_scales: int = 3
     commitment: float = 0.25
     decay: float = 0.97
@@ -79,7 +79,7 @@ def train(
     frames: np.ndarray,
     *,
     steps: int,
-    batch: int = 16,
+    batch: int = 8,
     seed: int = 0,
     learning_rate: float = 3e-3,
     shares: np.ndarray | None = None,
@@ -287,21 +287,28 @@ def update_codebook(
 
 @partial(jax.jit, static_argnames=("num_codes", "rounds"))
 def kmeans(x_ND: jax.Array, key: jax.Array, *, num_codes: int, rounds: int = 12) -> tuple[jax.Array, jax.Array]:
-    """Lloyd's algorithm from random samples -> (centres [K,D], how many of `x` each has [K]).
+    """k-means++ (Arthur and Vassilvitskii 2007), then Lloyd's rounds -> (centres [K,D], how many of `x` each has [K]).
 
-    A centre that has none stays where it is.
+    Starting from random samples instead would draw what is common several times over and what is rare never. A centre
+    that has none stays where it is.
     """
-    order = jax.random.permutation(key, x_ND.shape[0])
-    # Fewer samples than codes: some start twice, and the lower index takes all.
-    first = x_ND[order[jnp.arange(num_codes) % x_ND.shape[0]]]
+    first = x_ND[jax.random.randint(key, (), 0, x_ND.shape[0])]
 
-    def round_(step: int, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def add(code: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        centres, distances = carry
+        # Samples that are centres already have no weight; where all are, any will do.
+        weights = jnp.where(distances > 0, jnp.log(distances), jnp.where(distances.max() > 0, -jnp.inf, 0.0))
+        centre = x_ND[jax.random.categorical(jax.random.fold_in(key, code), weights)]
+        return centres.at[code].set(centre), jnp.minimum(distances, jnp.sum(jnp.square(x_ND - centre), -1))
+
+    def move(_: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         centres = carry[0]
         counts, sums = _tally(num_codes, x_ND, vqgan.nearest(centres, x_ND))
-        means = sums / jnp.maximum(counts, 1.0)[:, None]
-        return jnp.where(counts[:, None] > 0, means, centres), counts
+        return jnp.where(counts[:, None] > 0, sums / jnp.maximum(counts, 1.0)[:, None], centres), counts
 
-    return lax.fori_loop(0, rounds, round_, (first, jnp.zeros(num_codes)))
+    centres = jnp.tile(first, (num_codes, 1))
+    centres, _ = lax.fori_loop(1, num_codes, add, (centres, jnp.sum(jnp.square(x_ND - first), -1)))
+    return lax.fori_loop(0, rounds, move, (centres, jnp.zeros(num_codes)))
 
 
 def _first_codebook(config: VQGANConfig, weights: Params, sample: np.ndarray, key: jax.Array, batch: int) -> Codebook:

@@ -129,7 +129,11 @@ def test_training_learns_a_small_world_the_same_way_every_time():
 def test_the_encoder_and_the_codebook_rest_while_the_decoder_settles():
     """The last steps change how codes are drawn, never what they are."""
     recipe = Recipe()
-    weights = vqgan.init(CONFIG, jax.random.key(0))
+    rng = np.random.default_rng(4)
+    # Weights that start at zero would leave most of the others without a gradient in the first step.
+    weights = jax.tree.map(
+        lambda x: x + (0.1 * rng.normal(size=x.shape)).astype(np.float32), vqgan.init(CONFIG, jax.random.key(0))
+    )
     codebook = weights.pop("codebook")
     state, book = vqgan_training._optimizer(recipe).init(weights), Codebook(jnp.ones(len(codebook)), codebook)
 
