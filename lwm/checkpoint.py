@@ -104,7 +104,8 @@ class Checkpoints:
                     shutil.rmtree(self.path(step))
             _barrier("committed")
         except Exception as error:
-            shutil.rmtree(partial, ignore_errors=True)
+            if jax.process_index() == 0:
+                self._clear_partial()
             reason = _disk_error(error, partial)
             if reason is None:
                 raise
@@ -135,7 +136,7 @@ class Checkpoints:
     def _clear_partial(self) -> None:
         """Remove what an earlier process did not finish writing."""
         for leftover in self.directory.glob(f"*{_PARTIAL}*"):
-            shutil.rmtree(leftover)
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def load_params(directory: str | Path, mesh: Mesh | None = None, config: ModelConfig | None = None) -> Params:
@@ -255,8 +256,8 @@ def _disk_error(error: Exception, path: Path) -> OSError | None:
     """The error as an OSError that names the path, when it is the disk's."""
     if isinstance(error, OSError):
         return OSError(error.errno or errno.EIO, error.strerror or str(error), str(path))
-    if "No space left" in str(error) or "RESOURCE_EXHAUSTED" in str(error):
-        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    if code := re.search(r"os_error_code='(\d+)'", str(error)):  # tensorstore's errors are ValueErrors
+        return OSError(int(code[1]), os.strerror(int(code[1])), str(path))
     return None
 
 
