@@ -22,6 +22,8 @@ from data.text import TextTokenizer
 from data.vocabulary import Vocabulary
 
 NUM_NUMBERS = 1000
+_PLATE_COLOURS = {"red": (176, 24, 24), "green": (20, 120, 36), "blue": (28, 52, 176)}
+_SAID = re.compile(r"\b" + r"[\s,]+".join(rf"{colour}\s?(\d)" for colour in _PLATE_COLOURS) + r"\b")
 PLATE_QUESTION = "What number is on the plate?"
 CITIES = (
     "Amsterdam", "Athens", "Bangkok", "Berlin", "Bogota", "Boston", "Brussels", "Cairo", "Chicago", "Dakar", "Delhi",
@@ -63,11 +65,25 @@ def spell(number: int) -> str:
     return f"{number:03d}"
 
 
+def say(number: int) -> str:
+    """A number in words, as needles and answers give it: 482 is "red4 green8 blue2", in the colours of the plates.
+
+    A digit with its colour can be found by content alone. For a bare 482 a model must also learn to count digits, which
+    takes a small one several times as long and is not what a haystack measures.
+    """
+    return " ".join(f"{colour}{digit}" for colour, digit in zip(_PLATE_COLOURS, spell(number), strict=True))
+
+
+def hear(text: str) -> str:
+    """`text` with every number that is given in words (`say`) as digits: "It is red4 green8 blue2" -> "It is 482"."""
+    return _SAID.sub(r"\1\2\3", text)
+
+
 # Needles in text.
 
 
 def needle_sentence(number: int, key: str | None = None) -> str:
-    return f"The special magic {f'{key} ' if key else ''}number is: {spell(number)}."
+    return f"The special magic {f'{key} ' if key else ''}number is: {say(number)}."
 
 
 def needle_question(key: str | None = None) -> str:
@@ -117,6 +133,7 @@ class Haystack:
 class PlacedNeedle:
     """A context with a needle, and its question. tokens: int32, BOS to `ASSISTANT:`; answer_tokens: int32, to EOS.
 
+    answer: the number's digits (`spell`); the tokens give it in words (`say`).
     position: where the needle's tokens start in `tokens`, or None when it was left out (then the answer is nowhere).
     depth: how far down it was asked for, 0 to 1. frame: which frame holds it, in a video.
     """
@@ -186,7 +203,7 @@ def place_text_needle(
     if not present:
         del needles[0]
     asked = np.asarray(tokenizer.encode(_prompt(needle_question(keys[0]))), np.int32)
-    answer = np.asarray([*tokenizer.encode(spell(number)), tokenizer.eos_id], np.int32)
+    answer = np.asarray([*tokenizer.encode(say(number)), tokenizer.eos_id], np.int32)
     fixed = 1 + sum(ids.size for _, ids in needles) + asked.size + answer.size
     if fixed > length:
         raise ValueError(f"length is {length}; needles, question and answer alone take {fixed} tokens")
@@ -242,9 +259,7 @@ def needle_frame(number: int, size: int) -> NDArray[np.uint8]:
         raise ValueError(f"size is {size}; a plate needs a multiple of 4, at least 32")
     cell = size // 4
     plate = Image.new("RGB", (size, size), (24, 24, 24))
-    for slot, (digit, colour) in enumerate(
-        zip(spell(number), ((176, 24, 24), (20, 120, 36), (28, 52, 176)), strict=True)
-    ):
+    for slot, (digit, colour) in enumerate(zip(spell(number), _PLATE_COLOURS.values(), strict=True)):
         plate.paste(colour, (slot * cell, 0, (slot + 1) * cell, size))
         mask = _digit_mask(int(digit), max(1, cell * 7 // 8), max(1, 2 * cell * 7 // 8))
         corner = (slot * cell + (cell - mask.width) // 2, cell + (2 * cell - mask.height) // 2)
@@ -292,7 +307,7 @@ def video_needle(
     """The clip (codes [T, n]) with the plate's frame at `depth`, then the question; present=False leaves it alone."""
     placed, frame = place_video_needle(codes, needle_codes, depth)
     clip = placed if present else np.asarray(codes, np.int32)
-    example = tokenize(_video_question(clip, PLATE_QUESTION, spell(number)), tokenizer, vocabulary)
+    example = tokenize(_video_question(clip, PLATE_QUESTION, say(number)), tokenizer, vocabulary)
     asked = int(example.learn.argmax())
     opening = 1 + len(tokenizer.encode("<vision>"))
     return PlacedNeedle(
@@ -308,7 +323,7 @@ def video_needle(
 
 def frames_that_fit(length: int, codes_per_frame: int, tokenizer: TextTokenizer, vocabulary: Vocabulary) -> int:
     """How many frames a video needle of at most `length` tokens has; ValueError when not even one fits."""
-    one = tokenize(_video_question(np.zeros((1, codes_per_frame), int), PLATE_QUESTION, "000"), tokenizer, vocabulary)
+    one = tokenize(_video_question(np.zeros((1, codes_per_frame), int), PLATE_QUESTION, say(0)), tokenizer, vocabulary)
     num_frames = (length - len(one)) // (codes_per_frame + 1) + 1
     if num_frames < 1:
         raise ValueError(f"length is {length}; one frame with question and answer takes {len(one)} tokens")

@@ -192,6 +192,7 @@ def _play(
     batch_tokens: int | None,
 ) -> None:
     from eval import dummies, plots, runner
+    from eval.haystack import answer_decoder
     from lwm.telemetry import Progress
 
     model: Any
@@ -207,7 +208,7 @@ def _play(
             model,
             out,
             model_id=identity,
-            decode=runner.text_decoder(player.text),
+            decode=answer_decoder(player.text),
             stop_id=player.text.eos_id,
             batch_size=batch_size,
             batch_tokens=batch_tokens,

@@ -5,19 +5,27 @@ Needles are placed by data.synthetic, the same functions that make the training 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from data.examples import chat
-from data.synthetic import haystack_frames
+from data.synthetic import haystack_frames, hear
 from data.text import TextTokenizer
+from eval.runner import text_decoder
 
 
 def question_tokens(question: str, tokenizer: TextTokenizer) -> np.ndarray:
     """The question as it stands after a haystack, up to where the answer begins; int32 [n]."""
     asked = chat([(question, "0")], system="").spans[0].text
     return np.asarray(tokenizer.encode(f"\n{asked}"), np.int32)
+
+
+def answer_decoder(tokenizer: TextTokenizer) -> Callable[[Sequence[int]], str]:
+    """Ids of an answer -> its text, with numbers as digits (`data.synthetic.hear`)."""
+    decode = text_decoder(tokenizer)
+    return lambda ids: hear(decode(ids))
 
 
 def blind_prompt(question: str, tokenizer: TextTokenizer) -> np.ndarray:

@@ -122,7 +122,7 @@ def _parse(tokens: np.ndarray, start: int, key: str | None, tokenizer: TextToken
     """The needle that starts at `start`, or None when it is cut off before its end."""
     size = len(tokenizer.encode(needle_sentence(111, key)))
     rest = tokens[start : start + size + 4]
-    named = re.search(r"(\d{3})\.", tokenizer.decode(rest[rest < tokenizer.size]))
+    named = re.search(r"(\d{3})\.", synthetic.hear(tokenizer.decode(rest[rest < tokenizer.size])))
     if not named:
         return None
     sentence = tokenizer.encode(needle_sentence(int(named[1]), key))

@@ -113,7 +113,7 @@ def run(
     model_id: str,
     decode: Callable[[Sequence[int]], str],
     stop_id: int,
-    max_new_tokens: int = 8,
+    max_new_tokens: int = 16,
     batch_size: int = 8,
     batch_tokens: int | None = None,
     progress: Callable[[Progress], None] | None = None,

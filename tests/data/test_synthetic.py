@@ -12,6 +12,7 @@ from data.synthetic import (
     draw_number,
     frames_that_fit,
     haystack_frames,
+    hear,
     held_out_numbers,
     is_held_out,
     needle_frame,
@@ -19,6 +20,7 @@ from data.synthetic import (
     needle_sentence,
     place_text_needle,
     place_video_needle,
+    say,
     sentences,
     shape_clip,
     spell,
@@ -59,12 +61,20 @@ def test_a_fixed_fifth_is_held_out_and_never_drawn_for_training():
 
 
 def test_the_words_of_a_needle():
-    assert needle_sentence(482) == "The special magic number is: 482."
-    assert needle_sentence(7, "Oslo") == "The special magic Oslo number is: 007."
+    assert needle_sentence(482) == "The special magic number is: red4 green8 blue2."
+    assert needle_sentence(7, "Oslo") == "The special magic Oslo number is: red0 green0 blue7."
     assert needle_question() == "What is the special magic number?"
     assert needle_question("Oslo") == "What is the special magic Oslo number?"
     with pytest.raises(ValueError, match="number is 1000"):
         spell(1000)
+
+
+def test_numbers_in_words_are_heard_as_digits():
+    assert all(hear(say(number)) == spell(number) for number in range(1000))
+    assert hear("It is red4, green8, blue2.") == "It is 482."
+    assert hear("red 4 green 8 blue 2 and red0 green0 blue7") == "482 and 007"
+    for other in ("red4 green8", "red4 blue2 green8", "red44 green8 blue2", "infrared4 green8 blue2"):
+        assert hear(other) == other
 
 
 @settings(deadline=None, max_examples=60)
@@ -118,7 +128,7 @@ def test_a_needle_stands_between_sentences_where_it_can(tokenizer, haystack):
 def test_the_control_has_the_question_and_no_needle(tokenizer, haystack):
     placed = place_text_needle(np.random.default_rng(1), haystack, tokenizer, 300, number=482, present=False)
     text = tokenizer.decode(placed.tokens)
-    assert "482" not in text
+    assert "482" not in hear(text)
     assert "The special magic" not in text
     assert text.endswith("What is the special magic number? ASSISTANT:")
     assert placed.position is None
@@ -129,7 +139,7 @@ def test_distractors_have_other_cities_and_other_trained_numbers(tokenizer, hays
     rng = np.random.default_rng(0)
     for _ in range(20):
         placed = place_text_needle(rng, haystack, tokenizer, 800, num_distractors=5, number=min(held_out_numbers()))
-        text = tokenizer.decode(placed.tokens).split("USER")[0]
+        text = hear(tokenizer.decode(placed.tokens)).split("USER")[0]
         found = [sentence.split(".")[0].split() for sentence in text.split("The special magic ")[1:]]
         cities, numbers = [words[0] for words in found], [int(words[-1]) for words in found]
         assert len(set(cities)) == len(set(numbers)) == 6
@@ -224,7 +234,7 @@ def test_a_video_question_holds_the_plate_at_its_position(tokenizer, vocabulary)
     at = placed.position
     np.testing.assert_array_equal(placed.tokens[at : at + 4] - vocabulary.text_size, needle)
     assert placed.tokens[at - 1] == vocabulary.eof
-    assert tokenizer.decode(placed.answer_tokens) == "482"
+    assert tokenizer.decode(placed.answer_tokens) == "red4 green8 blue2"
     tail = placed.tokens[placed.tokens.tolist().index(vocabulary.eov) + 1 :]
     assert tokenizer.decode(tail) == "</vision> \nUSER: What number is on the plate? ASSISTANT:"
     control = video_needle(codes, needle, 482, 0.5, tokenizer, vocabulary, present=False)

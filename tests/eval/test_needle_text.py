@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.synthetic import CITIES, Haystack, is_held_out, needle_sentence
+from data.synthetic import CITIES, Haystack, hear, is_held_out, needle_sentence, say
 from eval import dummies, needle_text, runner
 
 LENGTHS, DEPTHS = [96, 256, 512], [0.0, 0.5, 1.0]
@@ -35,7 +35,7 @@ def test_numbers_were_never_trained_on(cases):
 def test_prompts_fill_their_length_and_end_in_the_question(cases, tokenizer):
     longest_word = max(len(tokenizer.encode(word)) for word in ("Remembers", "remembers", "teacher", "carries"))
     for case in cases:
-        room = len(tokenizer.encode(case.answer)) + 1
+        room = len(tokenizer.encode(say(int(case.answer)))) + 1
         assert case.prompt[0] == tokenizer.bos_id
         assert case.prompt.dtype == np.int32
         if case.kind != "blind":
@@ -47,7 +47,7 @@ def test_prompts_fill_their_length_and_end_in_the_question(cases, tokenizer):
 
 def test_single_needle_stands_once_at_its_place(cases, tokenizer):
     for case in (c for c in cases if c.kind == "single"):
-        sentence = f"The special magic number is: {case.answer}."
+        sentence = f"The special magic number is: {say(int(case.answer))}."
         assert _text(case, tokenizer).count(sentence) == 1
         (needle,) = case.needles
         assert tokenizer.decode(case.prompt[needle.token_start : needle.token_end]).strip() == sentence
@@ -64,7 +64,7 @@ def test_single_needle_stands_once_at_its_place(cases, tokenizer):
 
 def test_distractors_have_other_cities_and_numbers(cases, tokenizer):
     for case in (c for c in cases if c.kind == "distractors"):
-        found = dict(re.findall(r"special magic (\w+) number is: (\d{3})\.", _text(case, tokenizer)))
+        found = dict(re.findall(r"special magic (\w+) number is: (\d{3})\.", hear(_text(case, tokenizer))))
         assert found == {needle.key: needle.number for needle in case.needles}
         assert len(found) == 2
         assert set(found) <= set(CITIES)

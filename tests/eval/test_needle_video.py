@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from data.synthetic import is_held_out, needle_frame
+from data.synthetic import is_held_out, needle_frame, say
 from eval import dummies, needle_video, runner
 from eval.haystack import VideoHaystack
 
@@ -52,7 +52,7 @@ def test_other_frames_come_from_the_clips(cases, vocabulary, video_haystack):
 
 def test_prompts_fill_their_length_and_end_in_the_question(cases, tokenizer, vocabulary):
     for case in cases:
-        room = len(tokenizer.encode(case.answer)) + 1
+        room = len(tokenizer.encode(say(int(case.answer)))) + 1
         text = tokenizer.decode(case.prompt[1:][~vocabulary.is_vision(case.prompt[1:])])
         assert text.endswith("\nUSER: What number is on the plate? ASSISTANT:")
         if case.kind == "blind":
