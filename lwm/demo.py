@@ -48,7 +48,7 @@ _PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint", "tensorflow-datasets", 
 class Size:
     """How much of everything; the tests tell a shorter story."""
 
-    vqgan_steps: int = 450
+    vqgan_steps: int = 500
     lengths: tuple[int, ...] = (512, 1024, 2048, 4096)
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     rounds: int = 4

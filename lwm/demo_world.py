@@ -202,11 +202,9 @@ RECIPES = {
     "text_to_video": Recipe(_text_to_video, 300_000, 130, 330),
     "video_to_text": Recipe(_video_to_text, 100_000, 65, 260),
     "text_needles_short": Recipe(_text_needle, 500_000, 40, 64),
-    "text_needles_512": Recipe(_text_needle, 500_000, 64, 512),
     "text_needles_1024": Recipe(_text_needle, 500_000, 64, 1024),
     "text_needles_4096": Recipe(_text_needle, 1_000_000, 128, 4096, at_longest=0.2),
     "video_needles_short": Recipe(_video_needle, 500_000, 95, 165),
-    "video_needles_512": Recipe(_video_needle, 500_000, 95, 512),
     "video_needles_1024": Recipe(_video_needle, 500_000, 95, 1024),
     "video_needles_4096": Recipe(_video_needle, 1_000_000, 128, 4096, at_longest=0.2),
 }

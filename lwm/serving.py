@@ -1,8 +1,6 @@
 """A trained run, opened to be used: its configuration, tokenizers and a sampler around its last checkpoint."""
 
 import hashlib
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +12,12 @@ from data.text import TextTokenizer
 from data.vocabulary import Vocabulary
 from lwm import checkpoint
 from lwm.checkpoint import MANIFEST_FILE, find_checkpoint, read_manifest
-from lwm.config import ConfigError, MeshConfig, RunConfig, StageConfig, load_config, resolve_mesh
+from lwm.config import ConfigError, MeshConfig, RunConfig, StageConfig, resolve_mesh
 from lwm.corpora import text_tokenizer_of, vision_tokenizer_of, vocabulary_of
+from lwm.run_directory import find_run
 from lwm.sample import Sampler
 from lwm.sharding import make_mesh
 from lwm.vision_tokenizer import VisionTokenizer
-
-# A run directory's own copy of its configuration.
-RUN_FILE = "run.json"
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,33 +36,6 @@ class OpenRun:
         if self.vision is None:
             raise ConfigError(f"{self.config.name} has no vision tokenizer; it can neither see nor draw")
         return self.vision
-
-
-def save_run(config: RunConfig) -> Path:
-    """Write the configuration into its run directory, so that the checkpoints there explain themselves."""
-    path = Path(config.output_dir) / RUN_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(config.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, path)
-    return path
-
-
-def find_run(checkpoint_dir: str | Path, config: str | None = None, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration of a checkpoint: `config` (a file or a shipped name), else the one saved in its run directory.
-
-    ValueError when there is neither.
-    """
-    if config is not None:
-        return load_config(config, overrides)
-    step = find_checkpoint(checkpoint_dir)
-    for directory in (step, step.parent, step.parent.parent):
-        if (directory / RUN_FILE).is_file():
-            return load_config(directory / RUN_FILE, overrides)
-    raise ConfigError(
-        f"{checkpoint_dir} has no {RUN_FILE} that says which tokenizers its model reads; give the configuration that "
-        "it was trained with as --config CONFIG"
-    )
 
 
 def open_run(

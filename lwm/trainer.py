@@ -14,6 +14,7 @@ from lwm import flops, model, objective, stages
 from lwm.checkpoint import Checkpoints, Manifest, load_params
 from lwm.config import RunConfig, StageConfig, fingerprint
 from lwm.lifecycle import NonFiniteLoss, Preempted, RunLock, StopSignal
+from lwm.run_directory import save_run
 from lwm.sharding import Params, make_mesh
 from lwm.stages import PreparedStage, Record, StageProgress
 from lwm.step import Metrics, TrainState, abstract_state, place_batch
@@ -74,6 +75,8 @@ class _Run:
 
     def all_stages(self, on_stage_end: StageEnd | None) -> list[Record]:
         saved = self._resume_point()
+        if jax.process_index() == 0:
+            save_run(self.config)
         trained = False
         state: TrainState | None = None
         for index in range(self._first(saved), len(self.config.stages)):

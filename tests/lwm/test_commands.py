@@ -16,7 +16,7 @@ from data import synthetic
 from data.build import Corpus
 from data.text import TextTokenizer, train_tokenizer
 from data.video import read_frames
-from lwm import cli, media, model, prompts, serving, vqgan
+from lwm import cli, media, model, prompts, run_directory, serving, vqgan
 from lwm.checkpoint import save_params
 from lwm.config import load_config
 from lwm.corpora import vocabulary_of
@@ -83,7 +83,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert run.vqgan is not None
     VisionTokenizer(run.vqgan, vqgan.init(run.vqgan, jax.random.key(0))).save(root / "vqgan")
     save_params(root / "run" / "checkpoints", run.model, model.init(run.model, jax.random.key(0)))
-    serving.save_run(run)
+    run_directory.save_run(run)
     return root
 
 
@@ -222,10 +222,10 @@ def test_a_checkpoint_without_its_configuration(world: Path, tmp_path: Path) -> 
     run = load_config(world / "small.yaml")
     save_params(tmp_path / "bare", run.model, model.init(run.model, jax.random.key(0)))
     with pytest.raises(ValueError, match=r"has no run\.json .* give the configuration"):
-        serving.find_run(tmp_path / "bare")
-    assert serving.find_run(tmp_path / "bare", str(world / "small.yaml")) == run
-    assert serving.find_run(world / "run" / "checkpoints") == run
-    assert serving.find_run(world / "run", None, ["seed=7"]).seed == 7
+        run_directory.find_run(tmp_path / "bare")
+    assert run_directory.find_run(tmp_path / "bare", str(world / "small.yaml")) == run
+    assert run_directory.find_run(world / "run" / "checkpoints") == run
+    assert run_directory.find_run(world / "run", None, ["seed=7"]).seed == 7
 
 
 def test_media_files(tmp_path: Path) -> None:

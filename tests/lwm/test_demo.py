@@ -18,9 +18,7 @@ from eval import needle_text
 from lwm import demo, demo_world
 from lwm.telemetry import read_metrics
 
-SHORT = demo.Size(
-    vqgan_steps=6, lengths=(128, 256), depths=(0.0, 1.0), rounds=1, control_rounds=1, corpus_share=0.01
-)
+SHORT = demo.Size(vqgan_steps=6, lengths=(128, 256), depths=(0.0, 1.0), rounds=1, control_rounds=1, corpus_share=0.01)
 STEPS = ["stages.s512.steps=4", "stages.s1024.steps=4", "stages.s4096.steps=2", "checkpoint.every_steps=2"]
 STORY = f"from lwm import demo; demo.run({{out!r}}, {STEPS!r}, demo.{SHORT!r})"
 
@@ -38,10 +36,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> demo_world.World:
 
 def test_text_needles_of_training_are_never_those_of_the_evaluation(world: demo_world.World) -> None:
     find = needle_text.finder(world.tokenizer)
-    recipe = replace(demo_world.RECIPES["text_needles_512"], tokens=100_000)
+    recipe = replace(demo_world.RECIPES["text_needles_1024"], tokens=100_000)
     numbers = set()
-    for example in recipe.examples(world, "text_needles_512"):
-        assert len(example) <= 512
+    for example in recipe.examples(world, "text_needles_1024"):
+        assert len(example) <= 1024
         needles = find(example.tokens)
         assert needles
         numbers |= {int(needle.number) for needle in needles}
@@ -53,8 +51,8 @@ def test_text_needles_of_training_are_never_those_of_the_evaluation(world: demo_
 
 def test_video_needles_show_the_plate_they_ask_for(world: demo_world.World) -> None:
     plates = {codes.tobytes(): number for number, codes in world.plates.items()}
-    recipe = replace(demo_world.RECIPES["video_needles_512"], tokens=50_000)
-    for example in recipe.examples(world, "video_needles_512"):
+    recipe = replace(demo_world.RECIPES["video_needles_1024"], tokens=50_000)
+    for example in recipe.examples(world, "video_needles_1024"):
         ids = example.tokens[world.vocabulary.is_vision(example.tokens)]
         shown = [plates[frame.tobytes()] for frame in world.vocabulary.split_frames(ids).astype(np.int64)
                  if frame.tobytes() in plates]  # fmt: skip
