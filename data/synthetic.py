@@ -22,7 +22,14 @@ from data.text import TextTokenizer
 from data.vocabulary import Vocabulary
 
 NUM_NUMBERS = 1000
-_PLATE_COLOURS = {"red": (176, 24, 24), "green": (20, 120, 36), "blue": (28, 52, 176)}
+# Ground and digit of each slot. Both differ from slot to slot, so that any patch of a digit tells its slot, too: with
+# digits all of one colour, a small vision tokenizer gives the same code to the same stroke in different slots.
+_PLATE_COLOURS = {
+    "red": ((208, 24, 28), (0, 0, 0)),
+    "green": ((16, 136, 44), (255, 255, 255)),
+    "blue": ((28, 48, 208), (255, 224, 40)),
+}
+_PLATE_EDGE = (24, 24, 24)
 _SAID = re.compile(r"\b" + r"[\s,]+".join(rf"{colour}\s?(\d)" for colour in _PLATE_COLOURS) + r"\b")
 PLATE_QUESTION = "What number is on the plate?"
 CITIES = (
@@ -250,7 +257,7 @@ def _insert(
 
 
 def needle_frame(number: int, size: int) -> NDArray[np.uint8]:
-    """A number plate, uint8 [size, size, 3]: digits white on red, green and blue, side by side, then a dark strip.
+    """A number plate, uint8 [size, size, 3]: digits on red, on green and on blue, side by side, then a dark strip.
 
     The four columns are size / 4 wide and each digit keeps to the middle half of its column's height, so that with
     patches of size / 4 (or an even part of it) no patch sees two digits.
@@ -258,12 +265,12 @@ def needle_frame(number: int, size: int) -> NDArray[np.uint8]:
     if size < 32 or size % 4:
         raise ValueError(f"size is {size}; a plate needs a multiple of 4, at least 32")
     cell = size // 4
-    plate = Image.new("RGB", (size, size), (24, 24, 24))
-    for slot, (digit, colour) in enumerate(zip(spell(number), _PLATE_COLOURS.values(), strict=True)):
-        plate.paste(colour, (slot * cell, 0, (slot + 1) * cell, size))
+    plate = Image.new("RGB", (size, size), _PLATE_EDGE)
+    for slot, (digit, (ground, ink)) in enumerate(zip(spell(number), _PLATE_COLOURS.values(), strict=True)):
+        plate.paste(ground, (slot * cell, 0, (slot + 1) * cell, size))
         mask = _digit_mask(int(digit), max(1, cell * 7 // 8), max(1, 2 * cell * 7 // 8))
         corner = (slot * cell + (cell - mask.width) // 2, cell + (2 * cell - mask.height) // 2)
-        plate.paste((255, 255, 255), corner, mask)
+        plate.paste(ink, corner, mask)
     return np.asarray(plate)
 
 
