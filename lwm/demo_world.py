@@ -27,7 +27,7 @@ from lwm.corpora import corpus_directory
 
 CLIP_FPS = 8.0
 # How often the vision tokenizer sees a plate rather than a frame of a clip.
-PLATE_SHARE = 0.3
+PLATE_SHARE = 0.4
 # One chapter in this many is kept from training, for the haystacks of the evaluation.
 HELD_OUT_EVERY = 8
 # Sentences of needles and questions beside the real text that the text tokenizer learns from.
@@ -199,12 +199,13 @@ class Recipe:
 # within 0.2M tokens at 40 tokens an example, not at all within 1M at 64 and up).
 RECIPES = {
     "text": Recipe(_document, 300_000, 64, 256),
-    "text_to_video": Recipe(_text_to_video, 300_000, 130, 330),
+    "text_to_video": Recipe(_text_to_video, 400_000, 130, 330),
     "video_to_text": Recipe(_video_to_text, 100_000, 65, 260),
     "text_needles_short": Recipe(_text_needle, 500_000, 40, 64),
     "text_needles_1024": Recipe(_text_needle, 500_000, 64, 1024),
     "text_needles_4096": Recipe(_text_needle, 1_000_000, 128, 4096, at_longest=0.2),
     "video_needles_short": Recipe(_video_needle, 500_000, 95, 165),
+    "video_needles_512": Recipe(_video_needle, 600_000, 165, 512),
     "video_needles_1024": Recipe(_video_needle, 500_000, 95, 1024),
     "video_needles_4096": Recipe(_video_needle, 1_000_000, 128, 4096, at_longest=0.2),
 }
