@@ -35,6 +35,8 @@ _TOKENIZER_TEXT = 800_000
 _TOKENIZER_NEEDLES = 2000
 # Share of text needles with one to three distractors, told apart by their city.
 _CROWDED = 0.25
+# Share of needles at the very start, and as many at the very end.
+_AT_EACH_END = 0.1
 # Counts towards the corpora's fingerprint: raise it when their making changes.
 _FORMAT = 1
 
@@ -131,17 +133,23 @@ class World:
 
 def _text_needle(world: World, rng: np.random.Generator, length: int) -> TokenizedExample:
     crowd = int(rng.integers(1, 4)) if length >= 128 and rng.random() < _CROWDED else 0
-    needle = synthetic.place_text_needle(rng, world.haystack, world.tokenizer, length, num_distractors=crowd)
+    needle = synthetic.place_text_needle(
+        rng, world.haystack, world.tokenizer, length, depth=_depth(rng), num_distractors=crowd
+    )
     return needle.example()
+
+
+def _depth(rng: np.random.Generator) -> float:
+    """Anywhere, and now and then at either end, where a needle has neighbours on one side only."""
+    return float(rng.choice([0.0, 1.0, rng.random()], p=[_AT_EACH_END, _AT_EACH_END, 1 - 2 * _AT_EACH_END]))
 
 
 def _video_needle(world: World, rng: np.random.Generator, length: int) -> TokenizedExample:
     number = synthetic.draw_number(rng)
     num_frames = synthetic.frames_that_fit(length, world.codes_per_frame, world.tokenizer, world.vocabulary)
     frames = synthetic.haystack_frames(rng, world.clip_codes, num_frames)
-    depth = float(rng.random())
     plate = world.plates[number]
-    return synthetic.video_needle(frames, plate, number, depth, world.tokenizer, world.vocabulary).example()
+    return synthetic.video_needle(frames, plate, number, _depth(rng), world.tokenizer, world.vocabulary).example()
 
 
 def _document(world: World, rng: np.random.Generator, length: int) -> TokenizedExample:
