@@ -96,8 +96,8 @@ def _layer_bytes_per_token(resolved: ResolvedStage) -> int:
     # Two norms each keep their input and their scaled input in float32, and their output for the products after them.
     norms = 2 * (2 * FLOAT32_BYTES + _width(stage)) * config.hidden_size
     attention = _width(stage) * (2 * heads + 2 * kv_heads) + FLOAT32_BYTES * config.num_heads // tp
-    # gate, up, the sigmoid, its derivative, silu(gate), and the product.
-    feed_forward = 0 if stage.mlp_chunk else 6 * _width(stage) * config.intermediate_size // tp
+    # gate, up, and their gated product.
+    feed_forward = 0 if stage.mlp_chunk else 3 * _width(stage) * config.intermediate_size // tp
     return norms + attention + feed_forward
 
 
@@ -110,8 +110,9 @@ def activation_bytes(resolved: ResolvedStage) -> int:
     stage, config, tp = resolved.stage, resolved.model, resolved.mesh_sizes["tp"]
     tokens, width = resolved.tokens_per_device, _width(stage)
     vocabulary = max(config.text_vocab_size, config.vision_vocab_size) // tp
-    mlp_chunk = min(tokens, stage.mlp_chunk or 0) * 6 * width * config.intermediate_size // tp
-    layer = tokens * _layer_bytes_per_token(resolved) + mlp_chunk
+    # At work, silu, its derivative and its product live beside what is kept.
+    at_work = 6 * min(tokens, stage.mlp_chunk) if stage.mlp_chunk else 3 * tokens
+    layer = tokens * _layer_bytes_per_token(resolved) + at_work * width * config.intermediate_size // tp
     head_dims = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
     weights = width * config.hidden_size * (head_dims + 3 * config.intermediate_size) // tp
     logits = 2 * FLOAT32_BYTES * min(tokens, stage.loss_chunk or tokens) * vocabulary

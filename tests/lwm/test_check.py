@@ -86,11 +86,13 @@ def test_what_a_layer_keeps_is_what_the_backward_pass_gets(
         return model.hidden(small, params, ids, ids, ids, compute).sum()
 
     jax.ad_checkpoint.print_saved_residuals(loss, params)
+    # Weights cast for their products stay as split as they are stored, and are no activations.
+    weights = [list(leaf.shape) for leaf in params["layers"].values()]
     total = 0
     for line in capsys.readouterr().out.splitlines():
         kind, _, rest = line.partition("[")
         shape = [int(size) for size in rest.partition("]")[0].split(",") if size]
-        if "from the argument" not in line and len(shape) > 1 and shape[0] == small.num_layers:
+        if "from the argument" not in line and len(shape) > 1 and shape[0] == small.num_layers and shape not in weights:
             total += math.prod(shape) * {"bf16": 2, "f32": 4, "i32": 4, "bool": 1}[kind]
     # Per-row statistics of the norms and the norms' weights are left out of the formula.
     assert check.kept_bytes(resolved) * small.num_layers == pytest.approx(total, rel=0.02)

@@ -19,7 +19,11 @@ from lwm import demo, demo_world
 from lwm.telemetry import read_metrics
 
 SHORT = demo.Size(vqgan_steps=6, lengths=(128, 256), depths=(0.0, 1.0), rounds=1, control_rounds=1, corpus_share=0.01)
-STEPS = ["stages.s512.steps=4", "stages.s1024.steps=4", "stages.s4096.steps=2", "checkpoint.every_steps=2"]
+STEPS = [
+    *(f"stages.{name}.steps={steps}" for name, steps in (("s512", 4), ("s1024", 4), ("s4096", 2))),
+    *(f"stages.{name}.optimizer.warmup_steps=1" for name in ("s512", "s1024", "s4096")),
+    "checkpoint.every_steps=2",
+]
 STORY = f"from lwm import demo; demo.run({{out!r}}, {STEPS!r}, demo.{SHORT!r})"
 
 

@@ -52,7 +52,11 @@ def test_a_second_sigterm_while_saving_changes_nothing() -> None:
         assert stop.reason == "SIGTERM"
 
 
-def test_control_c_twice_gives_up_waiting() -> None:
+def test_control_c_twice_gives_up_waiting(request: pytest.FixtureRequest) -> None:
+    # A shell starts background jobs with SIGINT ignored, and this suite may be one.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+
     def twice() -> None:
         with StopSignal():
             signal.raise_signal(signal.SIGINT)
