@@ -25,8 +25,8 @@ NUM_NUMBERS = 1000
 # Ground and digit of each slot. Both differ from slot to slot, so that any patch of a digit tells its slot, too: with
 # digits all of one colour, a small vision tokenizer gives the same code to the same stroke in different slots.
 _PLATE_COLOURS = {
-    "red": ((208, 24, 28), (255, 255, 255)),
-    "green": ((40, 190, 70), (0, 0, 0)),
+    "red": ((208, 24, 28), (96, 255, 255)),
+    "green": ((16, 136, 44), (255, 255, 255)),
     "blue": ((28, 48, 208), (255, 224, 40)),
 }
 _PLATE_EDGE = (24, 24, 24)
