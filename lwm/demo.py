@@ -261,7 +261,8 @@ class _Story:
             control_rounds=self.size.control_rounds,
         )
         summary = self._evaluate("needle_video", cases, sampler, world.tokenizer)
-        shown = next(case for case in cases if case.length == self.size.lengths[-1] and case.depth == 0.5)
+        longest = [case for case in cases if case.length == self.size.lengths[-1] and case.depth is not None]
+        shown = min(longest, key=lambda case: abs((case.depth or 0.0) - 0.5))
         records = runner.read_records(self.out / "needle_video" / runner.RECORDS_NAME)
         output = records[runner.record_key(shown, self.identity)]["output"]
         pixels = [clip.pixels for clip in world.clips]
