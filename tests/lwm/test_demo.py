@@ -124,11 +124,11 @@ def test_killed_story_goes_on_and_a_finished_one_says_so(tmp_path: Path) -> None
                     "needle_in_place.png", "report.html"):  # fmt: skip
         assert (out / picture).stat().st_size > 1000, picture
 
-    begin = time.monotonic()
     third = _start(out)
-    output, _ = third.communicate(timeout=60)
-    assert (third.returncode, "finished before" in output) == (0, True)
-    assert time.monotonic() - begin < 30
+    output, _ = third.communicate(timeout=200)
+    assert third.returncode == 0, output
+    assert "finished before" in output
+    assert "== " not in output, "a phase was run again"
 
 
 def test_somebody_elses_directory_is_refused(tmp_path: Path) -> None:
