@@ -243,9 +243,9 @@ def test_zigzag_needs_two_pieces_per_shard(tmp_path: Path) -> None:
 
 
 def test_vision_vocabulary_holds_codes_and_markers() -> None:
-    with pytest.raises(ValueError, match=r"vision_vocab_size 513 is too small .* use at least 514"):
-        load_config("tiny", ["model.vision_vocab_size=513"])
-    load_config("tiny", ["model.vision_vocab_size=514", "stages.s1024.mesh={fsdp: 2, tp: 2, sp: 2}"])
+    with pytest.raises(ValueError, match=r"vision_vocab_size 1025 is too small .* use at least 1026"):
+        load_config("tiny", ["model.vision_vocab_size=1025"])
+    load_config("tiny", ["model.vision_vocab_size=1026", "stages.s1024.mesh={fsdp: 2, tp: 2, sp: 2}"])
 
 
 def test_python_objects_are_as_strict_as_files() -> None:
