@@ -142,7 +142,7 @@ class Corpus:
         records: list[Any] = [None] * len(wanted)
         for part in np.unique(parts):
             (places,) = np.nonzero(parts == part)
-            within = [wanted[place] - int(self._starts[part]) for place in places]
+            within = [wanted[int(place)] - int(self._starts[part]) for place in places]
             for place, record in zip(places, self._source(int(part)).__getitems__(within), strict=True):
                 records[place] = record
         return records

@@ -69,7 +69,7 @@ def attention(
     raw = np.einsum("bqhd,bkhd->bhqk", q, k_all) * scale
     capped = raw if soft_cap is None else soft_cap * np.tanh(raw / soft_cap)
     score = np.where(visible[:, None], capped, -np.inf)
-    seen = visible.any(-1)[:, None, :, None]
+    seen = np.any(visible, axis=-1, keepdims=True)[:, None]
     top = np.where(seen, score.max(-1, keepdims=True), 0.0)
     sink = None if sinks is None else np.asarray(sinks, np.float64)[None, :, None, None]
     if sink is not None:
