@@ -59,7 +59,7 @@ def plan_work(kernel: Kernel, query: Queries, key: Keys) -> Work:
         order = jnp.zeros(seen.shape, jnp.int32)
     else:
         order = jnp.argsort(FULL - seen, axis=-1).astype(jnp.int32)
-    count = lambda which: jnp.sum(which, axis=-1, dtype=jnp.int32)  # noqa: E731
+    count = lambda which: jnp.sum(which, axis=-1, dtype=jnp.int32)
     return Work(order, count(seen == FULL), count(seen != NONE))
 
 
@@ -78,8 +78,8 @@ def forward(
 
     def visit(step: jax.Array, running: Running, masked: bool) -> Running:
         b, i, j = locate(work.order[step])
-        rows = lambda x: _slice(x, (b, 0, 0, i), (groups, heads, kernel.query_block))  # noqa: E731
-        keys = lambda n: lax.dynamic_slice(kv, (n, b, 0, j, 0), (1, 1, groups, kernel.key_block, dim))[0, 0]  # noqa: E731
+        rows = lambda x: _slice(x, (b, 0, 0, i), (groups, heads, kernel.query_block))
+        keys = lambda n: lax.dynamic_slice(kv, (n, b, 0, j, 0), (1, 1, groups, kernel.key_block, dim))[0, 0]
         q_block = _slice(q, (b, 0, 0, i, 0), (groups, heads, kernel.query_block, dim))
         score = _dot("grqd,gkd->grqk", q_block, keys(0))
         if kernel.soft_cap is not None:
@@ -131,9 +131,9 @@ def backward(
     def visit(step: jax.Array, carry: tuple[jax.Array, jax.Array], masked: bool) -> tuple[jax.Array, jax.Array]:
         dq, dkv = carry
         b, i, j = locate(work.order[step])
-        rows = lambda x: _slice(x, (b, 0, 0, i, 0), (groups, heads, kernel.query_block, dim))  # noqa: E731
-        stat = lambda x: _slice(x, (b, 0, 0, i), (groups, heads, kernel.query_block))  # noqa: E731
-        keys = lambda n: lax.dynamic_slice(kv, (n, b, 0, j, 0), (1, 1, groups, kernel.key_block, dim))[0, 0]  # noqa: E731
+        rows = lambda x: _slice(x, (b, 0, 0, i, 0), (groups, heads, kernel.query_block, dim))
+        stat = lambda x: _slice(x, (b, 0, 0, i), (groups, heads, kernel.query_block))
+        keys = lambda n: lax.dynamic_slice(kv, (n, b, 0, j, 0), (1, 1, groups, kernel.key_block, dim))[0, 0]
         q, dout, lse, delta = rows(residual.q), rows(residual.dout), stat(residual.lse), stat(residual.delta)
         score = _dot("gkd,grqd->gkrq", keys(0), q) * kernel.scale
         if kernel.soft_cap is not None:

@@ -87,7 +87,7 @@ def attention(
     if soft_cap is not None:
         dscore = dscore * (1 - np.tanh(raw / soft_cap) ** 2)
     dscore = dscore * scale
-    fold = lambda x: x.reshape(batch, length, groups, heads // groups, dim).sum(3)  # noqa: E731
+    fold = lambda x: x.reshape(batch, length, groups, heads // groups, dim).sum(3)
     dsinks = None
     if sink is not None:
         dsinks = -np.sum(np.where(seen, np.exp(sink - top) / total, 0.0) * delta, axis=(0, 2, 3))

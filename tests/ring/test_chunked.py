@@ -37,7 +37,7 @@ def test_cross_entropy_equals_float64() -> None:
     logits = hidden @ head
     weight = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     expected = -np.log(np.take_along_axis(weight, targets[..., None], -1))[..., 0]
-    call = lambda x, w: chunked.cross_entropy(x, w, jnp.asarray(targets), chunk=4)  # noqa: E731
+    call = lambda x, w: chunked.cross_entropy(x, w, jnp.asarray(targets), chunk=4)
     actual, pull_back = jax.vjp(call, jnp.asarray(hidden, jnp.float32), jnp.asarray(head, jnp.float32))
     np.testing.assert_allclose(np.asarray(actual), expected, rtol=1e-5)
     dlogits = weight - np.eye(50)[targets]

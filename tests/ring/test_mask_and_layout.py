@@ -141,7 +141,7 @@ def test_vmap_equals_a_larger_batch(mesh_of: Callable) -> None:
     plan = ring.Plan(mesh=mesh_of({"sp": 2}))
     x = jnp.asarray(rng.standard_normal((3, 1, 16, 2, 8)), jnp.float32)
     positions = jnp.asarray(rng.integers(0, 16, (3, 1, 16)), jnp.int32)
-    call = lambda x, positions: ring.attention(x, x, x, positions=positions, plan=plan)  # noqa: E731
+    call = lambda x, positions: ring.attention(x, x, x, positions=positions, plan=plan)
     mapped = jax.jit(jax.vmap(call))(x, positions)
     whole = jax.jit(call)(x.reshape(3, 16, 2, 8), positions.reshape(3, 16))
     np.testing.assert_allclose(np.asarray(mapped).reshape(whole.shape), np.asarray(whole), atol=1e-6)

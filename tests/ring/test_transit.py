@@ -30,7 +30,7 @@ def test_attention_is_exact_for_the_rounded_keys_and_values(mesh_of: Callable, s
     plan = ring.Plan(mesh=mesh_of({"sp": 2, "ulysses": 2}), strategy=strategy, transit_dtype=dtype)
     q, k, v, dout = (rng.standard_normal((1, 32, 4, 8)).astype(np.float32) for _ in range(4))
     positions = ring.layout.permutation("striped", 32, 4)[None]
-    call = lambda q, k, v: ring.attention(q, k, v, positions=jnp.asarray(positions), plan=plan)  # noqa: E731
+    call = lambda q, k, v: ring.attention(q, k, v, positions=jnp.asarray(positions), plan=plan)
     out, pull_back = jax.vjp(jax.jit(call), q, k, v)
     k_seen, v_seen = (np.asarray(transit.decode(transit.encode(jnp.asarray(x), dtype), x.dtype)) for x in (k, v))
     visible = reference.visibility(positions, np.ones_like(positions))

@@ -137,7 +137,7 @@ def test_gradients_of_keys_are_right_on_every_shard(mesh_of: Callable) -> None:
     q, k, v, dout = (rng.standard_normal((1, 64, 2, 8)).astype(np.float32) for _ in range(4))
     positions = np.arange(64, dtype=np.int32)[None]
     expected = reference.attention(q, k, v, reference.visibility(positions, positions * 0 + 1), dout=dout)
-    call = lambda q, k, v: ring.attention(q, k, v, positions=jnp.asarray(positions), plan=plan)  # noqa: E731
+    call = lambda q, k, v: ring.attention(q, k, v, positions=jnp.asarray(positions), plan=plan)
     _, dk, dv = jax.jit(lambda *x: jax.vjp(call, *x[:3])[1](x[3]))(q, k, v, dout)
     for actual, wanted in ((dk, expected.dk), (dv, expected.dv)):
         assert wanted is not None
@@ -168,7 +168,7 @@ def test_remat_does_not_run_the_ring_again_when_out_and_lse_are_saved(mesh_of: C
     loss, arguments = _loss(ring.Plan(mesh=mesh_of({"sp": 8}))), _arguments(1, 64, 2, 1, 8, jnp.bfloat16)
     policy = jax.checkpoint_policies.save_only_these_names("ring_out", "ring_lse")
     # Queries come from a matrix product, so that something is left to recompute.
-    wrapped = lambda q, *rest: loss(q @ jnp.eye(8, dtype=q.dtype), *rest)  # noqa: E731
+    wrapped = lambda q, *rest: loss(q @ jnp.eye(8, dtype=q.dtype), *rest)
 
     def permutes(policy: Any) -> int:
         grad = jax.grad(jax.checkpoint(wrapped, policy=policy), argnums=(0, 1, 2))
