@@ -51,6 +51,7 @@ class Manifest:
     model: Mapping[str, Any]
     stages: Sequence[Mapping[str, Any]]
     progress: Mapping[str, Any]
+    typical: Sequence[float] = (0.0, 0.0)
     format: int = FORMAT
     leaves: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -127,7 +128,8 @@ class Checkpoints:
             jax.device_put(np.asarray(value, np.int32), like.sharding)
             for value, like in zip(counters, likes, strict=True)
         )
-        return TrainState(items["params"], items.get("optimizer"), *placed)
+        typical = jax.device_put(np.asarray(manifest.typical, np.float32), abstract.typical.sharding)
+        return TrainState(items["params"], items.get("optimizer"), *placed, typical)
 
     def check(self, manifest: Manifest, config: ModelConfig) -> None:
         """ValueError when the checkpoint's parameters are not those of `config`: names the first that differs."""
@@ -166,7 +168,7 @@ def save_params(directory: str | Path, config: ModelConfig, params: Params) -> P
     """Write bare parameters, such as imported ones, as a checkpoint that stages can start from and tools can load."""
     zero = jnp.zeros((), jnp.int32)
     manifest = Manifest(0, "", 0, 0, 0, 0, "", "", config.model_dump(mode="json"), (), {})
-    return Checkpoints(directory).save(TrainState(params, None, zero, zero, zero), manifest)
+    return Checkpoints(directory).save(TrainState(params, None, zero, zero, zero, jnp.zeros(2)), manifest)
 
 
 def find_checkpoint(directory: str | Path) -> Path:

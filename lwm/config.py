@@ -201,6 +201,24 @@ class OptimizerConfig(_Model):
         return self
 
 
+class GuardConfig(_Model):
+    """Which updates are not made. One whose loss or gradient is not finite never is; spikes only where a factor says.
+
+    What is typical is a running mean over the stage's updates so far, about the last 50 of them.
+    """
+
+    loss_factor: Annotated[float, Field(gt=1)] | None = Field(
+        default=None, description="skip updates whose loss is above this many times the typical one; null: none"
+    )
+    norm_factor: Annotated[float, Field(gt=1)] | None = Field(
+        default=None, description="skip updates whose gradient norm is above this many times the typical; null: none"
+    )
+    after_steps: NonNegative = Field(default=50, description="updates of a stage before spikes are looked for")
+    max_in_a_row: Positive = Field(
+        default=10, description="skipped updates in a row after which the run saves and ends with exit code 44"
+    )
+
+
 class MixtureEntry(_Model):
     """One corpus and its part of a stage's data."""
 
@@ -219,6 +237,10 @@ class StageConfig(_Model):
     mesh: MeshConfig = Field(default=MeshConfig(), description="how devices are arranged")
     attention: AttentionConfig = Field(default=AttentionConfig(), description="how attention is spread over devices")
     optimizer: OptimizerConfig = Field(description="AdamW and its schedule")
+    accumulate: Positive = Field(
+        default=1, description="parts of the batch whose gradients are taken one after the other and added"
+    )
+    guard: GuardConfig = Field(default=GuardConfig(), description="updates that are not made: not finite, or spikes")
     mixture: tuple[MixtureEntry, ...] = Field(min_length=1, description="corpora and their shares")
     share_unit: Literal["tokens", "examples"] = Field(default="tokens", description="what the shares count")
     packing: Literal["masked", "concat", "pad"] = Field(
@@ -465,6 +487,11 @@ def resolve_stage(config: RunConfig, stage: StageConfig, num_devices: int) -> Re
         raise ConfigError(
             f"stage {stage.name}: batch_rows {stage.batch_rows} is not a multiple of dp * fsdp = {data_shards} on"
             f" {num_devices} devices; use a multiple of {data_shards}, or more tp or sp"
+        )
+    if stage.batch_rows % (data_shards * stage.accumulate):
+        raise ConfigError(
+            f"stage {stage.name}: batch_rows {stage.batch_rows} cannot be taken in accumulate {stage.accumulate} parts"
+            f" on dp * fsdp = {data_shards}; use a multiple of {data_shards * stage.accumulate}, or a smaller accumulate"
         )
     sequence_shards = sizes["sp"] * sizes["ulysses"]
     try:

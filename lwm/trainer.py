@@ -169,6 +169,7 @@ class _Run:
             model=run.model.model_dump(mode="json"),
             stages=self.records,
             progress=progress.to_json(),
+            typical=np.asarray(state.typical).tolist(),
         )
         self.checkpoints.save(state, manifest)
         self.telemetry.say(f"saved step {manifest.step} in {self.clock() - begin:.2f}s")

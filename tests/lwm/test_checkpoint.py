@@ -59,7 +59,7 @@ def state() -> TrainState:
         return jax.device_put(rng.normal(size=leaf.shape).astype(leaf.dtype), leaf.sharding)
 
     filled = jax.tree.map(fill, step.abstract_state(MODEL, STAGE, mesh))
-    return replace(filled, step=jnp.int32(3), skipped=jnp.int32(1), skipped_in_a_row=jnp.int32(0))
+    return replace(filled, step=jnp.int32(3), skipped=jnp.int32(1), skipped_in_a_row=jnp.int32(0), typical=jnp.zeros(2))
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -117,7 +117,7 @@ zero = jnp.int32(0)
 manifest = Manifest(0, "s", 0, 0, 0, 0, "", "", config.model_dump(mode="json"), (), {{}})
 saved = Checkpoints({str(tmp_path)!r})
 for number in range(1, 10_000):
-    saved.save(TrainState(params, None, zero, zero, zero), replace(manifest, step=number))
+    saved.save(TrainState(params, None, zero, zero, zero, zero), replace(manifest, step=number))
     print(number, flush=True)
 """
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
@@ -219,7 +219,7 @@ noise = {{"a": jnp.asarray(np.random.default_rng(0).normal(size=1 << 16))}}
 zero = jnp.int32(0)
 manifest = Manifest(5, "s", 0, 0, 0, 0, "", "", {{}}, (), {{}})
 try:
-    Checkpoints({str(tmp_path)!r}).save(TrainState(noise, None, zero, zero, zero), manifest)
+    Checkpoints({str(tmp_path)!r}).save(TrainState(noise, None, zero, zero, zero, zero), manifest)
 except OSError as error:
     print(f"{{error.filename}}: {{error.strerror}}", flush=True)
 """

@@ -1,6 +1,7 @@
 """The train step: equal on every mesh, compiled once, indifferent to gradients that are not finite."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -129,6 +130,50 @@ def test_a_step_without_finite_gradient_changes_nothing_but_the_counters() -> No
     assert (int(state.step), int(metrics.skipped), int(metrics.skipped_in_a_row)) == (3, 2, 0)
     changed = jax.tree.map(lambda new, old: bool((new != old).any()), jax.device_get(state.params), before[0])
     assert all(jax.tree.leaves(changed))
+
+
+def test_parts_taken_one_after_the_other_are_the_whole_batch(
+    single: tuple[list[float], list[float], dict[str, np.ndarray]],
+) -> None:
+    losses, norms, params = run(make_stage({"fsdp": 2, "sp": 2}, accumulate=2), 4)
+    np.testing.assert_allclose(losses, single[0], rtol=1e-5)
+    np.testing.assert_allclose(norms, single[1], rtol=1e-5)
+    for name, leaf in single[2].items():
+        np.testing.assert_allclose(params[name], leaf, atol=1e-5, err_msg=name)
+
+
+def test_spikes_are_skipped_and_a_process_without_a_batch_stops_everything() -> None:
+    stage = make_stage({"fsdp": 2, "sp": 4}, guard={"loss_factor": 3.0, "norm_factor": 100.0, "after_steps": 2})
+    compiled, mesh = compiled_step(stage)
+    good = make_batch(stage)
+    # The loss is linear in its weights: twenty times the weights are twenty times the loss and the gradient.
+    spike = good | {"loss_weights": good["loss_weights"] * 20}
+    state = make_state(stage, mesh)
+
+    def take(batch: dict[str, np.ndarray], vote: int = step.VOTE_NONE) -> step.Metrics:
+        nonlocal state
+        state, metrics = compiled(state, step.place_batch(batch, stage, mesh, vote=vote))
+        return metrics
+
+    first = take(spike)  # nothing is typical yet
+    assert int(first.skipped) == 0
+    np.testing.assert_array_equal(state.typical, [first.loss, first.grad_norm])
+    take(good)
+    np.testing.assert_allclose(state.typical[0], first.loss * 0.98 + 0.02 * first.loss / 20, rtol=0.05)
+    state = replace(state, typical=state.typical / 20)
+    before = jax.device_get((state.params, state.opt_state, state.typical))
+    metrics = take(spike)
+    assert (int(metrics.skipped), int(metrics.skipped_in_a_row), int(state.step)) == (1, 1, 3)
+    assert np.isfinite(float(metrics.loss))
+    for vote in (step.VOTE_NO_BATCH, step.VOTE_NO_BATCH):
+        metrics = take(good, vote)
+        assert int(metrics.vote) == vote
+        assert (int(metrics.skipped), int(metrics.skipped_in_a_row), int(state.step)) == (1, 1, 3)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get((state.params, state.opt_state, state.typical)), before)
+    metrics = take(good, step.VOTE_STOP)
+    assert (int(metrics.vote), int(metrics.skipped_in_a_row), int(state.step)) == (step.VOTE_STOP, 0, 4)
+    assert int(metrics.tokens) == ROWS * 28
+    assert float(metrics.pairs) == ROWS * (13 * 14 / 2 + 15 * 16 / 2)
 
 
 def test_another_shape_is_refused_rather_than_compiled() -> None:
