@@ -19,6 +19,7 @@ from eval.commands import app as eval_app
 from lwm.commands import ask, generate
 from lwm.lifecycle import EXIT_BAD_INPUT, EXIT_INTERRUPTED, RunStopped
 from lwm.options import OverridesArgument
+from lwm.weight_commands import export_app, import_app
 
 if TYPE_CHECKING:
     from lwm.config import RunConfig
@@ -38,6 +39,8 @@ tokenizer_app = typer.Typer(help="Train tokenizers.", no_args_is_help=True, rich
 app.add_typer(data_app, name="data")
 app.add_typer(tokenizer_app, name="tokenizer")
 app.add_typer(eval_app, name="eval")
+app.add_typer(import_app, name="import")
+app.add_typer(export_app, name="export")
 
 
 class _ConfigCommand(TyperCommand):

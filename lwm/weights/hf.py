@@ -1,27 +1,23 @@
-"""Reading LLaMA checkpoints of Hugging Face: config.json and safetensors files.
-
-Format: https://huggingface.co/docs/safetensors ; a length, a JSON table of tensors, their bytes.
-"""
+"""Reading LLaMA checkpoints of Hugging Face: config.json and safetensors files."""
 
 import json
-import math
-import struct
 from collections.abc import Callable, Iterator
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from lwm.config import ModelConfig, RopeScalingConfig
-from lwm.sharding import Params, nest, parameter_table
+from lwm.sharding import Params, parameter_table
+from lwm.weights.pieces import Piece, collect
+from lwm.weights.safetensors import Tensor, open_directory
 
-_DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64": np.float64}
-_MAX_HEADER = 100_000_000
+# What `lwm.weights.hf_export` adds to config.json for a model with vision ids; its tables hold text, then vision.
+VISION_FIELD = "vision_vocab_size"
 
-# Ours -> (theirs, how their matrix becomes ours); matrices there are [out, in].
-_Rule = tuple[str, Callable[[np.ndarray, ModelConfig], np.ndarray]]
+# Theirs -> ours; matrices there are [out, in].
+Rule = Callable[[np.ndarray, ModelConfig], np.ndarray]
 
 
 def _transposed(weight: np.ndarray, _: ModelConfig) -> np.ndarray:
@@ -40,7 +36,8 @@ def _from_heads(weight: np.ndarray, config: ModelConfig) -> np.ndarray:
     return weight.T.reshape(config.num_heads, config.head_dim, config.hidden_size)
 
 
-_LAYER_RULES: dict[str, _Rule] = {
+# Our name -> (theirs, how their matrix becomes ours).
+LAYER_RULES: dict[str, tuple[str, Rule]] = {
     "attention_norm": ("input_layernorm.weight", _as_is),
     "query": ("self_attn.q_proj.weight", _to_heads),
     "key": ("self_attn.k_proj.weight", _to_heads),
@@ -51,10 +48,22 @@ _LAYER_RULES: dict[str, _Rule] = {
     "up": ("mlp.up_proj.weight", _transposed),
     "down": ("mlp.down_proj.weight", _transposed),
 }
-_RULES: dict[str, _Rule] = {
-    "embed/text": ("model.embed_tokens.weight", _as_is),
+
+
+def _text(weight: np.ndarray, config: ModelConfig) -> np.ndarray:
+    return weight[: config.text_vocab_size]
+
+
+def _vision(weight: np.ndarray, config: ModelConfig) -> np.ndarray:
+    return weight[config.text_vocab_size :]
+
+
+RULES: dict[str, tuple[str, Rule]] = {
+    "embed/text": ("model.embed_tokens.weight", _text),
+    "embed/vision": ("model.embed_tokens.weight", _vision),
     "final_norm": ("model.norm.weight", _as_is),
-    "head/text": ("lm_head.weight", _transposed),
+    "head/text": ("lm_head.weight", lambda weight, config: _text(weight, config).T),
+    "head/vision": ("lm_head.weight", lambda weight, config: _vision(weight, config).T),
 }
 
 
@@ -64,26 +73,48 @@ def import_hf(directory: str | PathLike[str]) -> tuple[ModelConfig, Params]:
     Rotary positions rotate halves there as here, so weights keep their order. Raises ValueError for a file that is
     missing or damaged, an architecture that is not LLaMA's, a missing or left-over tensor.
     """
+    config, pieces = read_hf(directory)
+    return config, collect(config, pieces)
+
+
+def read_hf(directory: str | PathLike[str]) -> tuple[ModelConfig, Iterator[Piece]]:
+    """As `import_hf`, one piece at a time. What is wrong with the names shows at once, with a shape at its piece."""
     root = Path(directory)
     config = read_config(root / "config.json")
-    tensors = open_safetensors(root)
-    flat: dict[str, np.ndarray] = {}
-    for path, entry in parameter_table(config).items():
+    tensors = open_directory(root)
+    plan: list[tuple[str, int | None, str, Rule]] = []
+    for path in parameter_table(config):
         if path.startswith("layers/"):
-            name, rule = _LAYER_RULES[path.removeprefix("layers/")]
-            flat[path] = np.empty(entry.shape, np.float32)
-            for layer in range(config.num_layers):
-                source = f"model.layers.{layer}.{name}"
-                flat[path][layer] = _take(tensors, root, source, rule, config, entry.shape[1:])
+            name, rule = LAYER_RULES[path.removeprefix("layers/")]
+            plan += [(path, layer, f"model.layers.{layer}.{name}", rule) for layer in range(config.num_layers)]
         else:
-            source, rule = _RULES[path]
-            flat[path] = np.ascontiguousarray(_take(tensors, root, source, rule, config, entry.shape), np.float32)
-    ignored = {name for name in tensors if name.endswith("rotary_emb.inv_freq")}
+            name, rule = RULES[path]
+            plan.append((path, None, name, rule))
+    for _, _, name, _ in plan:
+        if name not in tensors:
+            raise ValueError(f"{root} lacks the tensor {name!r}; its files are incomplete or it is not a LLaMA model")
+    known = {name for _, _, name, _ in plan} | {name for name in tensors if name.endswith("rotary_emb.inv_freq")}
     if config.tie_embeddings:
-        ignored.add("lm_head.weight")
-    if left := sorted(tensors.keys() - ignored):
+        known.add("lm_head.weight")
+    if left := sorted(tensors.keys() - known):
         raise ValueError(f"{root} has a tensor {left[0]!r} that a LLaMA model does not; only LLaMA models can be read")
-    return config, nest(flat)
+    return config, _pieces(root, config, plan, tensors)
+
+
+def _pieces(
+    root: Path, config: ModelConfig, plan: list[tuple[str, int | None, str, Rule]], tensors: dict[str, Tensor]
+) -> Iterator[Piece]:
+    table = parameter_table(config)
+    for path, layer, name, rule in plan:
+        file, weight = tensors[name]
+        try:
+            taken = rule(weight, config)
+        except ValueError:
+            taken = weight
+        if taken.shape != (table[path].shape if layer is None else table[path].shape[1:]):
+            raise ValueError(f"{root}: {name} has shape {weight.shape}, which does not fit its config.json")
+        yield Piece(path, layer, np.array(taken, np.float32, order="C"))
+        file.release()
 
 
 def read_config(file: str | PathLike[str]) -> ModelConfig:
@@ -105,9 +136,11 @@ def read_config(file: str | PathLike[str]) -> ModelConfig:
         )
     elif kind != "default":
         raise ValueError(f"{file}: rope type {kind!r} is not supported; use default or llama3")
+    vision = int(values.get(VISION_FIELD, 0))
     try:
         return ModelConfig(
-            text_vocab_size=values["vocab_size"],
+            text_vocab_size=values["vocab_size"] - vision,
+            vision_vocab_size=vision,
             hidden_size=values["hidden_size"],
             intermediate_size=values["intermediate_size"],
             num_layers=values["num_hidden_layers"],
@@ -133,55 +166,3 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{file} must hold a JSON object, and holds a {type(values).__name__}")
     return values
-
-
-def open_safetensors(directory: Path) -> dict[str, np.ndarray]:
-    """Every tensor of a directory's *.safetensors files by name, mapped from disk rather than read."""
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"there is no *.safetensors file in {directory}; convert the model to safetensors first")
-    return {name: tensor for file in files for name, tensor in _tensors(file)}
-
-
-def _tensors(file: Path) -> Iterator[tuple[str, np.ndarray]]:
-    size = file.stat().st_size
-    with open(file, "rb") as stream:
-        start = stream.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
-        if length > min(size - 8, _MAX_HEADER):
-            raise ValueError(f"{file} is not a whole safetensors file; fetch it again")
-        try:
-            table = json.loads(stream.read(length))
-        except ValueError as error:
-            raise ValueError(f"{file} is not a safetensors file: {error}") from error
-    for name, entry in table.items():
-        if name == "__metadata__":
-            continue
-        if entry["dtype"] not in _DTYPES:
-            raise ValueError(f"{file}: {name} has dtype {entry['dtype']}; only {', '.join(_DTYPES)} can be read")
-        dtype, shape = np.dtype(_DTYPES[entry["dtype"]]), tuple(entry["shape"])
-        begin, end = entry["data_offsets"]
-        if end - begin != math.prod(shape) * dtype.itemsize or 8 + length + end > size:
-            raise ValueError(f"{file} is damaged or cut short at {name}; fetch it again")
-        yield name, np.memmap(file, dtype, "r", offset=8 + length + begin, shape=shape)
-
-
-def _take(
-    tensors: dict[str, np.ndarray],
-    root: Path,
-    name: str,
-    rule: Callable[[np.ndarray, ModelConfig], np.ndarray],
-    config: ModelConfig,
-    shape: tuple[int, ...],
-) -> np.ndarray:
-    """The tensor in our shape; it is taken out of `tensors`, so that what is left over can be named."""
-    if name not in tensors:
-        raise ValueError(f"{root} lacks the tensor {name!r}; its files are incomplete or it is not a LLaMA model")
-    weight = tensors.pop(name)
-    try:
-        taken = rule(weight, config)
-    except ValueError:
-        taken = weight
-    if taken.shape != shape:
-        raise ValueError(f"{root}: {name} has shape {weight.shape}, which does not fit its config.json")
-    return taken

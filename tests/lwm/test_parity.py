@@ -55,11 +55,20 @@ def test_lwm_vision_logits() -> None:
     np.testing.assert_allclose(ours, golden["logits"], atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize(("sizes", "layout"), [({"fsdp": 2, "sp": 4}, "striped"), ({"tp": 2, "sp": 4}, "zigzag")])
-def test_lwm_vision_logits_on_eight_devices(sizes: dict[str, int], layout: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "layout"),
+    [
+        ("ring", {"fsdp": 2, "sp": 4}, "striped"),
+        ("ring", {"tp": 2, "sp": 4}, "zigzag"),
+        ("ulysses", {"fsdp": 2, "ulysses": 4}, "contiguous"),
+        ("all_gather", {"fsdp": 2, "sp": 4}, "zigzag"),
+        ("usp", {"fsdp": 2, "sp": 2, "ulysses": 2}, "striped"),
+    ],
+)
+def test_lwm_vision_logits_on_eight_devices(strategy: str, sizes: dict[str, int], layout: str) -> None:
     config, params, golden = vision_case()
     mesh = sharding.make_mesh(MeshConfig(**{"fsdp": 1} | sizes))
-    compute = model.Compute(plan=ring.Plan(mesh=mesh, layout=layout))
+    compute = model.Compute(plan=ring.Plan(mesh=mesh, strategy=strategy, layout=layout))
     params = jax.device_put(params, sharding.parameter_shardings(config, mesh))
     order = ring.layout.permutation(layout, golden["tokens"].shape[1], 4)
     arrays = [golden[name][:, order] for name in ("tokens", "positions", "segment_ids")]
