@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperCommand
 
 from eval.commands import app as eval_app
+from lwm import cluster
 from lwm.commands import ask, generate
 from lwm.lifecycle import EXIT_BAD_INPUT, EXIT_INTERRUPTED, RunStopped
 from lwm.options import OverridesArgument
@@ -103,13 +104,20 @@ def _load(config: str, overrides: Sequence[str] | None) -> "RunConfig":
 
 
 @app.command(cls=_ConfigCommand)
-def train(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
-    """Train all stages; the same command again continues where it stopped."""
+def train(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    stage: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Run this stage only, from the end of the one before it.")
+    ] = None,
+) -> None:
+    """Train all stages; the same command again continues where it stopped. On a cluster, run it on every host."""
     run = _load(config, overrides)
     simulate_devices(run.simulated_devices)
     from lwm import trainer
 
-    trainer.train(run)
+    cluster.connect(run.cluster)
+    trainer.train(run, only=stage)
 
 
 @app.command(cls=_ConfigCommand)
@@ -322,11 +330,17 @@ def run(arguments: Sequence[str], stderr: TextIO | None = None, program: typer.T
         error = problem
     except KeyboardInterrupt:
         print("lwm: interrupted", file=stream)
-        return EXIT_INTERRUPTED
+        return cluster.leave(EXIT_INTERRUPTED, together=False)
+    except Exception:
+        if cluster.several():
+            traceback.print_exc(file=stream)
+            cluster.leave(1, together=False)
+        raise
     if os.environ.get(DEBUG):
         traceback.print_exception(error, file=stream)
     print(f"lwm: {sentence(error)}", file=stream, flush=True)
-    return error.exit_code if isinstance(error, RunStopped) else EXIT_BAD_INPUT
+    code = error.exit_code if isinstance(error, RunStopped) else EXIT_BAD_INPUT
+    return cluster.leave(code, together=isinstance(error, RunStopped | cluster.Disagreement))
 
 
 def main() -> NoReturn:

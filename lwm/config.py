@@ -314,9 +314,35 @@ class CheckpointConfig(_Model):
 
     every_steps: Positive = Field(default=100, description="steps between saves; a stage's last step is always saved")
     keep_last: Positive = Field(default=2, description="number of most recent checkpoints kept")
+    keep_every: Positive | None = Field(
+        default=None, description="also keep, for ever, checkpoints whose step of the run divides by this; null: none"
+    )
+    max_failed_saves: Positive = Field(
+        default=3, description="failed saves in a row, such as on a full disk, after which the run ends"
+    )
+    data_change: Literal["refuse", "accept"] = Field(
+        default="refuse",
+        description="whether a stage may continue on other data (seed, batch, corpora, packing) than it began with",
+    )
     resume: Literal["auto", "must", "never"] = Field(
         default="auto",
         description="auto: continue where there is something; must: refuse a fresh start; never: refuse an old run",
+    )
+
+
+class ClusterConfig(_Model):
+    """How processes on several hosts find and lose each other, and when a run counts as stuck."""
+
+    join: Literal["auto", "yes", "no"] = Field(
+        default="auto", description="join other processes; auto: when Slurm, MPI, a TPU pod or the launcher says so"
+    )
+    init_seconds: Positive = Field(default=300, description="how long processes wait for each other at the start")
+    heartbeat_seconds: Positive = Field(
+        default=100, description="silence after which a process counts as dead and the others end"
+    )
+    hang_seconds: PositiveFloat | None = Field(
+        default=1800.0,
+        description="time without a completed step or save after which the run ends with exit code 43; null: never",
     )
 
 
@@ -329,6 +355,13 @@ class TelemetryConfig(_Model):
     )
     wandb_project: str = Field(default="lwm", min_length=1, description="Weights & Biases project")
     wandb_entity: str | None = Field(default=None, description="Weights & Biases team or user")
+    tensorboard: bool = Field(
+        default=False, description="also write TensorBoard files to the run directory; needs the package tensorboardX"
+    )
+    profile_from: Positive | None = Field(
+        default=None, description="step of the run whose trace is recorded; null: only where RUN_DIR/profile is touched"
+    )
+    profile_steps: Positive = Field(default=3, description="steps in one trace of jax's profiler")
     peak_flops: PositiveFloat | None = Field(
         default=None, description="peak FLOP/s of one device, for MFU, where the device is not a known TPU or GPU"
     )
@@ -352,6 +385,7 @@ class RunConfig(_Model):
     corpora: tuple[CorpusConfig, ...] = Field(min_length=1, description="tokenized corpora")
     stages: tuple[StageConfig, ...] = Field(min_length=1, description="stages, in order")
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="saving and resuming")
+    cluster: ClusterConfig = Field(default=ClusterConfig(), description="processes on several hosts")
     telemetry: TelemetryConfig = Field(default=TelemetryConfig(), description="console, files and trackers")
 
     def stage(self, name: str) -> StageConfig:
@@ -491,7 +525,8 @@ def resolve_stage(config: RunConfig, stage: StageConfig, num_devices: int) -> Re
     if stage.batch_rows % (data_shards * stage.accumulate):
         raise ConfigError(
             f"stage {stage.name}: batch_rows {stage.batch_rows} cannot be taken in accumulate {stage.accumulate} parts"
-            f" on dp * fsdp = {data_shards}; use a multiple of {data_shards * stage.accumulate}, or a smaller accumulate"
+            f" on dp * fsdp = {data_shards}; use a multiple of {data_shards * stage.accumulate}, or a smaller"
+            " accumulate"
         )
     sequence_shards = sizes["sp"] * sizes["ulysses"]
     try:

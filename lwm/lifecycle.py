@@ -3,11 +3,14 @@
 Nothing here relies on cleanup code running: a killed process leaves a lock the kernel has already released.
 """
 
+import faulthandler
 import fcntl
 import os
 import signal
 import socket
+import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -98,6 +101,60 @@ class StopSignal:
             # None is a handler that was not installed from Python; it cannot be put back, the default is nearest.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous.clear()
+
+
+class Watchdog:
+    """Ends the process when nothing was completed for `seconds` (None: never): stacks of all threads, exit code 43.
+
+    What counts is what came back from the devices (`beat`), not what was sent to them: a hang in a collective leaves
+    the main thread waiting for ever, and a peer that stopped does the same to everybody.
+
+    Args:
+        seconds: between two beats, at most.
+        stacks: file that gets the stacks, beside standard error.
+        leave: how the process ends; it must not wait for anything.
+    """
+
+    def __init__(self, seconds: float | None, stacks: Path, leave: Callable[[int], object] = os._exit) -> None:
+        self._seconds, self._stacks, self._leave = seconds, stacks, leave
+        self._done = threading.Event()
+        self._last, self._what = time.monotonic(), "the start"
+        self._thread: threading.Thread | None = None
+
+    def beat(self, what: str) -> None:
+        """Something was completed; `what` is named if nothing follows."""
+        self._last, self._what = time.monotonic(), what
+
+    def __enter__(self) -> Self:
+        if self._seconds is not None:
+            self._done.clear()
+            self._last = time.monotonic()
+            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+            self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        assert self._seconds is not None
+        while not self._done.wait(max(0.01, self._last + self._seconds - time.monotonic())):
+            if time.monotonic() - self._last < self._seconds:
+                continue
+            text = f"lwm: nothing was completed for {self._seconds:g} s after {self._what}; the stacks of all threads:"
+            print(text, file=sys.stderr, flush=True)
+            faulthandler.dump_traceback(2)
+            try:
+                with open(self._stacks, "w") as file:
+                    print(text, file=file, flush=True)
+                    faulthandler.dump_traceback(file)
+            finally:
+                self._leave(EXIT_HANG)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._done.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
 
 class RunLock:

@@ -24,13 +24,11 @@ from lwm.step import CompiledStep, TrainState, abstract_state, batch_sharding, f
 Record = dict[str, Any]
 # Losses averaged at each end of a stage for its record.
 _ENDS = 10
-# Steps in a row without a finite gradient before a run gives up.
-MAX_SKIPPED_IN_A_ROW = 10
 
 
 @dataclass(frozen=True)
 class PreparedStage:
-    """A stage ready to run: everything but the state. `first_row`: where this process's rows start in the batch."""
+    """A stage ready to be compiled: everything but the state. `first_row`: where this process's rows start."""
 
     index: int
     stage: StageConfig
@@ -38,7 +36,6 @@ class PreparedStage:
     mesh: Mesh
     loader: Loader
     first_row: int
-    compiled: CompiledStep
 
 
 @dataclass
@@ -51,11 +48,6 @@ class StageProgress:
     skipped_in_a_row: int = 0
     first: list[float] = field(default_factory=list)
     last: deque[float] = field(default_factory=lambda: deque(maxlen=_ENDS))
-
-    @property
-    def gave_up(self) -> bool:
-        """Whether too many steps in a row had no finite gradient."""
-        return self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW
 
     def add(self, loss: float, tokens: int, seconds: float) -> None:
         """Count one finished step."""
@@ -98,25 +90,45 @@ def _mean(losses: list[float] | deque[float]) -> float | None:
     return float(np.mean(losses)) if losses else None
 
 
-def prepare(config: RunConfig, index: int, say: Callable[[str], None]) -> PreparedStage:
-    """Mesh, loader and compiled step of stage number `index`.
+def prepare(config: RunConfig, index: int) -> PreparedStage:
+    """Mesh and loader of stage number `index`.
 
     Raises ValueError where the stage does not fit the devices or its corpora cannot be used.
     """
     stage = config.stages[index]
     resolved = resolve_stage(config, stage, jax.device_count())
     mesh = sharding.make_mesh(stage.mesh)
-    rows = _own_rows(stage, mesh)
+    rows = own_rows(stage, mesh)
     loader = make_loader(config, index, resolved, rows)
-    shape = " ".join(f"{axis}={size}" for axis, size in sharding.mesh_sizes(mesh).items() if size > 1) or "one device"
+    return PreparedStage(index, stage, resolved.model, mesh, loader, rows.start)
+
+
+def compile_step(config: RunConfig, run: PreparedStage, say: Callable[[str], None]) -> CompiledStep:
+    """The train step of a stage, compiled once."""
+    stage = run.stage
+    shape = " ".join(f"{axis}={size}" for axis, size in sharding.mesh_sizes(run.mesh).items() if size > 1)
     say(
-        f"stage {stage.name} ({index + 1}/{len(config.stages)}): {stage.steps} steps of {stage.batch_rows} x "
-        f"{stage.seq_len} tokens, rope theta {stage.rope_theta:g}, mesh {shape}, {stage.attention.strategy} attention, "
-        f"{stage.attention.layout} layout, {stage.compute_dtype}; compiling"
+        f"stage {stage.name} ({run.index + 1}/{len(config.stages)}): {stage.steps} steps of {stage.batch_rows} x "
+        f"{stage.seq_len} tokens, rope theta {stage.rope_theta:g}, mesh {shape or 'one device'}, "
+        f"{stage.attention.strategy} attention, {stage.attention.layout} layout, {stage.compute_dtype}; compiling"
     )
-    compiled = CompiledStep(resolved.model, stage, mesh)
+    compiled = CompiledStep(run.model, stage, run.mesh)
     say(f"stage {stage.name}: compiled in {compiled.seconds:.1f}s")
-    return PreparedStage(index, stage, resolved.model, mesh, loader, rows.start, compiled)
+    return compiled
+
+
+def data_settings(config: RunConfig, run: PreparedStage) -> dict[str, Any]:
+    """What decides the batches of a stage, by the names of its fields, for the manifest and for messages."""
+    stage = run.stage
+    directories = {corpus.name: corpus.directory for corpus in config.corpora}
+    return {
+        "seed": config.seed,
+        "corpora": {name: Corpus.open(directories[name]).fingerprint[:12] for name in stage.shares},
+        **{
+            name: getattr(stage, name)
+            for name in ("shares", "share_unit", "seq_len", "batch_rows", "packing", "weighting")
+        },
+    }
 
 
 def make_loader(config: RunConfig, index: int, resolved: ResolvedStage, rows: slice | None = None) -> Loader:
@@ -151,7 +163,7 @@ def _check_vocabulary(config: ModelConfig, name: str, corpus: Corpus) -> None:
         )
 
 
-def _own_rows(stage: StageConfig, mesh: Mesh) -> slice:
+def own_rows(stage: StageConfig, mesh: Mesh) -> slice:
     """The rows of the global batch that this process's devices hold a part of."""
     where = batch_sharding(mesh)
     shape = (stage.batch_rows, stage.seq_len)

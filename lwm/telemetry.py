@@ -133,6 +133,21 @@ def step_metrics(report: StepReport) -> dict[str, float]:
     return metrics | dict(report.metrics)
 
 
+def memory_metrics() -> dict[str, float]:
+    """Gigabytes: the first device's memory now and at its peak, where it tells, and this process's peak on the host."""
+    import resource
+
+    import jax
+
+    scale = 1e9 if sys.platform == "darwin" else 1e6  # ru_maxrss is in bytes there, in kB here
+    metrics = {"mem/host_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / scale}
+    stats = jax.local_devices()[0].memory_stats() or {}
+    for name, key in (("mem/device_gb", "bytes_in_use"), ("mem/device_peak_gb", "peak_bytes_in_use")):
+        if key in stats:
+            metrics[name] = stats[key] / 1e9
+    return metrics
+
+
 class Tracker(Protocol):
     """Where metrics and pictures go besides metrics.jsonl. No method may block or raise."""
 
@@ -286,7 +301,8 @@ class Telemetry:
             self._durations.clear()
         self._durations.append(report.seconds)
         eta = statistics.median(self._durations) * (report.num_steps - report.step)
-        self.log(step_metrics(report), step=report.global_step, stage=report.stage, stage_step=report.step)
+        metrics = step_metrics(report) | {"perf/eta_seconds": eta}
+        self.log(metrics, step=report.global_step, stage=report.stage, stage_step=report.step)
         if report.step % self._log_every == 0 or report.step in (1, report.num_steps):
             self.say(step_line(report, eta))
 

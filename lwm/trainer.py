@@ -1,56 +1,78 @@
 """Training: all stages of a run in order, resuming where it stopped."""
 
+import json
+import math
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from lwm import flops, model, objective, stages
-from lwm.checkpoint import Checkpoints, Manifest, load_params
+from lwm import cluster, flops, model, objective, provenance, resume, sharding, stages
+from lwm.checkpoint import Checkpoints, Manifest, NonFiniteParameters, load_params
 from lwm.config import RunConfig, StageConfig, fingerprint
-from lwm.lifecycle import NonFiniteLoss, Preempted, RunLock, StopSignal
+from lwm.goodput import Goodput
+from lwm.lifecycle import NonFiniteLoss, Preempted, RunLock, StopSignal, Watchdog
+from lwm.profiler import Profiler
+from lwm.resume import Start
 from lwm.run_directory import save_run
 from lwm.sharding import Params, make_mesh
 from lwm.stages import PreparedStage, Record, StageProgress
-from lwm.step import Metrics, TrainState, abstract_state, place_batch
-from lwm.telemetry import Clock, StepReport, Telemetry
-from lwm.tracking import open_telemetry
+from lwm.step import BATCH_KEYS, VOTE_NO_BATCH, VOTE_NONE, VOTE_STOP, CompiledStep, Metrics, TrainState, place_batch
+from lwm.telemetry import METRICS_FILE, Clock, StepReport, Telemetry, memory_metrics, read_metrics
+from lwm.tracking import ID_FILE, open_telemetry
 
 # on_stage_end(stage, params, mesh) runs after the stage's last checkpoint, for evaluation.
 StageEnd = Callable[[StageConfig, Params, Mesh], None]
+SKIPPED_FILE = "skipped_batches.jsonl"
 
 
 def train(
     config: RunConfig,
     *,
+    only: str | None = None,
     on_stage_end: StageEnd | None = None,
     telemetry: Telemetry | None = None,
     stop: StopSignal | None = None,
     clock: Clock = time.monotonic,
 ) -> list[Record]:
-    """Run all stages from where the run directory's last checkpoint stands; returns one record per stage.
+    """Run all stages (or `only` one) from where the run directory's last checkpoint stands; one record per stage.
 
-    A finished run returns at once. `telemetry` (default: as configured) stays open when it was passed in.
+    A finished run returns at once. `telemetry` (default: as configured) stays open when it was passed in. Of several
+    processes (`lwm.cluster`) all call it; the first one speaks and writes records.
 
     Raises:
-        ValueError: the configuration, the corpora or the checkpoint do not fit.
-        OSError: a checkpoint could not be written.
-        Preempted: `stop` was requested, by a signal or by a caller; everything is saved.
-        NonFiniteLoss: too many steps in a row had no finite gradient; the last good weights are saved.
+        ValueError: the configuration, the corpora or the checkpoint do not fit, or the hosts do not agree.
+        OSError: checkpoints could not be written, `checkpoint.max_failed_saves` times in a row.
+        Preempted: `stop` was requested, by a signal or by a caller, in any process; everything is saved.
+        NonFiniteLoss: too many updates in a row were skipped; the last good weights are saved.
     """
+    if only is not None:
+        config.stage(only)
     first_process = jax.process_index() == 0
-    with RunLock(config.output_dir) if first_process else nullcontext():
+    lock, problem, facts = RunLock(config.output_dir), None, {}
+    try:
+        try:
+            if first_process:
+                lock.acquire()
+            facts = resume.facts(config, provenance.code_digest(), provenance.versions())
+        except (ValueError, OSError) as error:
+            if jax.process_count() == 1:
+                raise
+            problem = str(error)
+        cluster.preflight(facts, problem)
         voice = telemetry or open_telemetry(config, active=first_process)
         try:
-            return _Run(config, voice, stop or StopSignal(), clock).all_stages(on_stage_end)
+            return _Run(config, voice, stop or StopSignal(), clock).all_stages(on_stage_end, only)
         finally:
             if telemetry is None:
                 voice.close()
+    finally:
+        lock.release()
 
 
 @dataclass(frozen=True)
@@ -59,78 +81,154 @@ class _Late:
 
     step: int
     metrics: Metrics
-    tokens: int
-    pairs: int
     data_seconds: float
+    host_seconds: float
 
 
 class _Run:
     def __init__(self, config: RunConfig, telemetry: Telemetry, stop: StopSignal, clock: Clock):
         self.config, self.telemetry, self.stop, self.clock = config, telemetry, stop, clock
-        directory = Path(config.output_dir)
-        self.checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep_last)
-        self.ended = directory / "stage_ends"
+        self.directory, keep = Path(config.output_dir), config.checkpoint
+        self.first_process = jax.process_index() == 0
+        self.checkpoints = Checkpoints(self.directory / "checkpoints", keep.keep_last, keep.keep_every)
+        self.ended = self.directory / "stage_ends"
+        self.profiler = Profiler(self.directory, config.telemetry, telemetry.say, self.first_process)
+        stacks = self.directory / f"hang-process{jax.process_index()}.txt"
+        self.watchdog = Watchdog(config.cluster.hang_seconds, stacks)
+        self.goodput = Goodput(clock=clock)
         self.records: list[Record] = []
-        self.tokens = 0
+        self.tokens, self.failed_saves, self.failed_in_a_row, self.saved_step = 0, 0, 0, -1
+        self.vote, self.no_batch = VOTE_NONE, ""
 
-    def all_stages(self, on_stage_end: StageEnd | None) -> list[Record]:
-        saved = self._resume_point()
-        if jax.process_index() == 0:
+    def all_stages(self, on_stage_end: StageEnd | None, only: str | None) -> list[Record]:
+        start = resume.find_start(self.config, self.checkpoints, self.goodput, self.telemetry.say)
+        if start.saved is not None:
+            self._continue_from(start.saved)
+            self._end_again(start, on_stage_end)
+        first, end = self._range(start, only)
+        if self.first_process:
             save_run(self.config)
-        trained = False
-        state: TrainState | None = None
-        for index in range(self._first(saved), len(self.config.stages)):
-            stage = self.config.stages[index]
-            here = saved if saved is not None and saved.stage == stage.name else None
-            if here is not None and here.stage_step >= stage.steps:
-                self._end_again(here, stage, on_stage_end)
-                continue
-            run, trained = stages.prepare(self.config, index, self.telemetry.say), True
-            if here is not None:
-                state, progress = self._resume(run, here), StageProgress.from_json(here.progress)
+        state = start.state
+        for index in range(first, end):
+            here = start if index == start.index else Start(index)
+            run = here.run or stages.prepare(self.config, index)
+            with self.goodput.timed("compile"):
+                compiled = stages.compile_step(self.config, run, self.telemetry.say)
+            if here.begins:
+                state, progress = stages.begin(self.config, run, state, self.telemetry.say), StageProgress()
             else:
-                previous = state if state is not None or saved is None else self._carried(run, saved)
-                state, progress = stages.begin(self.config, run, previous, self.telemetry.say), StageProgress()
-            progress.compilations += run.compiled.compilations
-            state = self._fit(run, state, progress)
-            self._end(stage, state.params, run.mesh, on_stage_end)
-        done = f"all {len(self.records)} stages are done"
-        self.telemetry.say(done if trained else f"run {self.config.name} was finished before: {done}")
+                assert here.saved is not None
+                progress = StageProgress.from_json(here.saved.progress)
+                if self._gave_up(run.stage, progress) and state is not None:
+                    # Started again after giving up: it gets as many tries as the first time.
+                    progress.skipped_in_a_row = 0
+                    state = replace(state, skipped_in_a_row=state.skipped_in_a_row * 0)
+            progress.compilations += compiled.compilations
+            assert state is not None
+            state = self._fit(run, compiled, state, progress)
+            self._end(run.stage, state.params, run.mesh, on_stage_end)
+        self.checkpoints.close()
+        done = f"all {len(self.config.stages)} stages are done"
+        if len(self.records) < len(self.config.stages):
+            done = f"stage {only} is done"
+        self.telemetry.say(done if first < end else f"run {self.config.name} was finished before: {done}")
         return self.records
 
-    def _fit(self, run: PreparedStage, state: TrainState, progress: StageProgress) -> TrainState:
+    def _range(self, start: Start, only: str | None) -> tuple[int, int]:
+        """The stages to run: all that are left, or the one that was asked for."""
+        names = [stage.name for stage in self.config.stages]
+        if only is None:
+            return start.index, len(names)
+        wanted = names.index(only)
+        if start.index < wanted:
+            raise ValueError(
+                f"stage {only} begins where stage {names[wanted - 1]} ends, but this run stands before the end of "
+                f"stage {names[start.index]}; run that first: lwm train CONFIG --stage {names[start.index]}"
+            )
+        return (wanted, wanted + 1) if start.index == wanted else (start.index, start.index)
+
+    def _fit(
+        self, run: PreparedStage, compiled: CompiledStep, state: TrainState, progress: StageProgress
+    ) -> TrainState:
         """The loop. Metrics of a step are fetched when the next one is under way, so that the device never waits."""
-        stage, every, late, begin = run.stage, self.config.checkpoint.every_steps, None, self.clock()
-        first = int(state.step)
-        with self.stop, run.loader.iterate(first, stop_step=stage.steps) as batches:
-            for step, batch in enumerate(batches, first + 1):
-                placed = place_batch(batch, stage, run.mesh, run.first_row)
-                state, metrics = run.compiled(state, placed)
+        stage, every, late = run.stage, self.config.checkpoint.every_steps, None
+        step = first = int(state.step)
+        with self.stop, self.watchdog, run.loader.iterate(first, stop_step=stage.steps) as batches:
+            begin = self.clock()
+            while step < stage.steps:
+                self.profiler.before_step(self._steps_before(run.index) + step + 1)
+                batch, vote, waited = self._next(batches, run)
+                ready = self.clock()
+                placed = place_batch(batch, stage, run.mesh, run.first_row, vote)
+                state, metrics = compiled(state, placed)
+                ahead = _Late(step + 1, metrics, waited, self.clock() - ready)
                 if late is not None:
                     begin = self._report(run, progress, late, begin)
-                late = _Late(step, metrics, *_count(batch, stage), run.loader.last_wait_seconds)
-                if step % every == 0 or step == stage.steps or self.stop.requested or progress.gave_up:
+                late, step = ahead, step + 1
+                # One process acts on its own signal at once; several act on what all have heard.
+                alone = jax.process_count() == 1 and vote != VOTE_NONE
+                stopping = self.vote != VOTE_NONE or alone or self._gave_up(stage, progress)
+                if stopping or step % every == 0 or step == stage.steps:
                     self._report(run, progress, late, begin)
-                    self._save(run, state, step, progress)
+                    self._save(run, state, int(state.step), progress, wait=stopping or step == stage.steps)
                     late, begin = None, self.clock()
-                if self.stop.requested:
-                    raise Preempted(f"{self.stop.reason}: saved after step {step} of stage {stage.name}")
+                if stopping:
+                    self._stop(run, int(state.step), progress)
+        self.profiler.close()
         return state
+
+    def _next(self, batches: Iterator[Mapping[str, np.ndarray]], run: PreparedStage) -> tuple[Any, int, float]:
+        """(batch, vote, seconds waited for it). A process that cannot read its data says so with an empty batch."""
+        stop = VOTE_STOP if self.stop.requested else VOTE_NONE
+        if not self.no_batch:
+            try:
+                batch = next(batches)
+                return batch, stop, run.loader.last_wait_seconds
+            except Exception as error:  # whatever it is, the others must hear of it
+                self.no_batch = " ".join(str(error).split()) or type(error).__name__
+        rows = stages.own_rows(run.stage, run.mesh)
+        shape = (rows.stop - rows.start, run.stage.seq_len)
+        empty = {key: np.zeros(shape, np.float32 if key == "loss_weights" else np.int32) for key in BATCH_KEYS}
+        return empty, VOTE_NO_BATCH, 0.0
+
+    def _gave_up(self, stage: StageConfig, progress: StageProgress) -> bool:
+        return progress.skipped_in_a_row >= stage.guard.max_in_a_row
+
+    def _stop(self, run: PreparedStage, step: int, progress: StageProgress) -> None:
+        """Everything is saved: end the run as it was asked to end."""
+        self.checkpoints.close()
+        self.profiler.close()
+        where = f"step {step} of stage {run.stage.name}"
+        if self._gave_up(run.stage, progress):
+            raise NonFiniteLoss(
+                f"the updates of {progress.skipped_in_a_row} steps in a row were skipped, the last one {where}; the "
+                f"weights before them are saved, the batches are listed in {self.directory / SKIPPED_FILE}"
+            )
+        reasons = [each for each in cluster.exchange("stop", self.no_batch or self.stop.reason) if each]
+        if self.vote == VOTE_NO_BATCH or self.no_batch:
+            raise cluster.Disagreement(f"no batch after {where}, which is saved: {'; '.join(reasons)}")
+        raise Preempted(f"{reasons[0] if reasons else 'asked to stop'}: saved after {where}")
 
     def _report(self, run: PreparedStage, progress: StageProgress, late: _Late, begin: float) -> float:
         """Fetch and record the metrics of a step; returns the time it was done."""
         metrics: Metrics = jax.device_get(late.metrics)
         now = self.clock()
-        seconds, stage = now - begin, run.stage
+        self.watchdog.beat(f"step {late.step} of stage {run.stage.name}")
+        self.vote = max(self.vote, int(metrics.vote))
+        if self.vote == VOTE_NO_BATCH:
+            return now
+        seconds, stage, global_step = now - begin, run.stage, self._steps_before(run.index) + late.step
         targets = dict(zip(model.modalities(run.model), metrics.tally.targets.tolist(), strict=True))
         peak = flops.peak_flops(jax.devices()[0].device_kind, stage.compute_dtype, self.config.telemetry.peak_flops)
-        needed = flops.step_flops(run.model, late.tokens, late.pairs, targets)
-        self.tokens += late.tokens
-        progress.add(float(metrics.loss), late.tokens, seconds)
+        needed = flops.step_flops(run.model, int(metrics.tokens), float(metrics.pairs), targets)
+        self.tokens += int(metrics.tokens)
+        progress.add(float(metrics.loss), int(metrics.tokens), seconds)
+        self.goodput.add("data", late.data_seconds)
+        self.goodput.add("skipped" if metrics.skipped_in_a_row else "train", seconds - late.data_seconds)
         report = StepReport(
             step=late.step,
             num_steps=stage.steps,
-            global_step=self._steps_before(run.index) + late.step,
+            global_step=global_step,
             stage=stage.name,
             loss=float(metrics.loss),
             grad_norm=float(metrics.grad_norm),
@@ -142,22 +240,88 @@ class _Run:
             metrics={
                 **{f"train/{name}": value for name, value in objective.summarize(run.model, metrics.tally).items()},
                 "optim/skipped_steps": int(metrics.skipped),
+                "perf/host_seconds": late.host_seconds,
+                "perf/tokens_per_second_per_device": stage.tokens_per_step / max(seconds, 1e-9) / jax.device_count(),
                 "data/tokens_seen": self.tokens,
-                "data/fill_fraction": late.tokens / stage.tokens_per_step,
+                "data/fill_fraction": int(metrics.tokens) / stage.tokens_per_step,
+                **memory_metrics(),
+                **self.goodput.metrics(),
             },
         )
         self.telemetry.step(report)
-        if metrics.skipped_in_a_row:
-            self.telemetry.say(f"step {late.step}: the gradient is not finite; the update was skipped")
         progress.skipped_in_a_row = int(metrics.skipped_in_a_row)
+        if metrics.skipped_in_a_row:
+            self._note_skipped(run, late.step, metrics)
         return now
 
-    def _save(self, run: PreparedStage, state: TrainState, step: int, progress: StageProgress) -> None:
-        begin = self.clock()
+    def _note_skipped(self, run: PreparedStage, step: int, metrics: Metrics) -> None:
+        """Say that an update was skipped, and write down which examples its batch had."""
+        finite = math.isfinite(float(metrics.loss)) and math.isfinite(float(metrics.grad_norm))
+        reason = "a spike" if finite else "not finite"
+        self.telemetry.say(
+            f"step {step}: loss {float(metrics.loss):g}, gradient norm {float(metrics.grad_norm):g}: {reason}; the "
+            "update was skipped"
+        )
+        if not self.first_process:
+            return
+        plan = run.loader.plan(step - 1)
+        examples = {
+            name: sorted(set(plan.example[plan.corpus == number].tolist()))
+            for number, name in enumerate(run.loader.names)
+        }
+        line = {"step": self._steps_before(run.index) + step, "stage": run.stage.name, "stage_step": step}
+        try:
+            with open(self.directory / SKIPPED_FILE, "a") as file:
+                print(json.dumps({**line, "reason": reason, "examples": examples}), file=file)
+        except OSError as error:
+            self.telemetry.say(f"warning: cannot write {self.directory / SKIPPED_FILE} ({error.strerror})")
+
+    def _save(self, run: PreparedStage, state: TrainState, step: int, progress: StageProgress, wait: bool) -> None:
+        """Begin a save, after the one before is done; `wait`: until it is on disk, trying twice."""
+        begin, global_step = self.clock(), self._steps_before(run.index) + step
+        if self._finish_save() and global_step == self.saved_step:
+            return
         over = step == run.stage.steps
         if over:
             self.records.append(stages.record_of(run, progress))
-        manifest = Manifest(
+        must = wait and (not over or run.index + 1 == len(self.config.stages))
+        try:
+            for attempt in (1, 2):
+                self.checkpoints.begin_save(state, self._manifest(run, state, step, progress))
+                if not wait or self._finish_save():
+                    break
+                if attempt == 2 and must:
+                    raise OSError(f"step {step} of stage {run.stage.name} could not be saved, and the run ends there")
+        except NonFiniteParameters as error:
+            raise NonFiniteLoss(str(error)) from error
+        self.saved_step = global_step
+        self.goodput.add("save", self.clock() - begin)
+        self.watchdog.beat(f"the save after step {step} of stage {run.stage.name}")
+
+    def _finish_save(self) -> bool:
+        """Whether the save under way, if any, succeeded. Raises its OSError when too many in a row did not."""
+        begin = self.clock()
+        try:
+            saved = self.checkpoints.finish()
+        except OSError as error:
+            self.failed_saves += 1
+            self.failed_in_a_row += 1
+            name = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            most = self.config.checkpoint.max_failed_saves
+            self.telemetry.say(
+                f"warning: save {self.failed_in_a_row} of {most} in a row failed ({name}); training goes on"
+            )
+            if self.failed_in_a_row >= most:
+                raise
+            return False
+        if saved is not None:
+            self.failed_in_a_row = 0
+            self.telemetry.say(f"saved step {saved.step} (waited {self.clock() - begin:.2f}s for it)")
+        return True
+
+    def _manifest(self, run: PreparedStage, state: TrainState, step: int, progress: StageProgress) -> Manifest:
+        wandb_id = self.directory / ID_FILE
+        return Manifest(
             step=self._steps_before(run.index) + step,
             stage=run.stage.name,
             stage_step=step,
@@ -170,60 +334,27 @@ class _Run:
             stages=self.records,
             progress=progress.to_json(),
             typical=np.asarray(state.typical).tolist(),
+            seed=self.config.seed,
+            data=stages.data_settings(self.config, run),
+            counters={"failed_saves": self.failed_saves, "goodput": self.goodput.seconds},
+            mesh={axis: size for axis, size in sharding.mesh_sizes(run.mesh).items() if size > 1},
+            wandb_id=wandb_id.read_text().strip() if wandb_id.exists() else "",
         )
-        self.checkpoints.save(state, manifest)
-        self.telemetry.say(f"saved step {manifest.step} in {self.clock() - begin:.2f}s")
-        if progress.gave_up:
-            raise NonFiniteLoss(
-                f"{progress.skipped_in_a_row} steps in a row had no finite gradient, the last one step {step} of stage "
-                f"{run.stage.name}; the weights before them are saved"
-            )
 
-    def _resume_point(self) -> Manifest | None:
-        """The last checkpoint's manifest, checked against the configuration; what it counted goes on from there."""
-        saved, resume = self.checkpoints.latest(), self.config.checkpoint.resume
-        if saved is None:
-            if resume == "must":
-                raise ValueError(
-                    f"checkpoint.resume is must, but {self.checkpoints.directory} has no checkpoint; set it to auto to "
-                    "start a new run, or output_dir to the run to continue"
-                )
-            return None
-        if resume == "never":
-            raise ValueError(
-                f"checkpoint.resume is never, but {self.checkpoints.directory} has a checkpoint of step {saved.step}; "
-                "set it to auto to continue, or set another output_dir"
-            )
-        self.checkpoints.check(saved, self.config.model)
-        self.records, self.tokens = list(map(dict, saved.stages)), saved.tokens
+    def _continue_from(self, saved: Manifest) -> None:
+        """What the checkpoint counted goes on from there."""
+        self.records, self.tokens, self.saved_step = list(map(dict, saved.stages)), saved.tokens, saved.step
+        self.failed_saves = int(saved.counters.get("failed_saves", 0))
+        restored = self.goodput.seconds["restore"]
+        self.goodput = Goodput(saved.counters.get("goodput"), self.clock)
+        self.goodput.add("restore", restored)
+        if self.first_process:
+            records = read_metrics(self.directory / METRICS_FILE)
+            self.goodput.resumed(records, saved.step, saved.unix_time, time.time())
+            for changed in resume.changed_fields(self.config, self.directory):
+                self.telemetry.say(f"the configuration changed since this run was last started: {changed}")
         self.telemetry.rewind(saved.step)
         self.telemetry.say(f"resuming after step {saved.stage_step} of stage {saved.stage}")
-        return saved
-
-    def _first(self, saved: Manifest | None) -> int:
-        names = [stage.name for stage in self.config.stages]
-        if saved is None:
-            return 0
-        if saved.stage not in names:
-            raise ValueError(
-                f"checkpoint {self.checkpoints.path(saved.step)} stands in stage {saved.stage!r}, which is not in the "
-                f"configuration ({', '.join(names)}); set another output_dir, or keep the stage's name"
-            )
-        return names.index(saved.stage)
-
-    def _resume(self, run: PreparedStage, saved: Manifest) -> TrainState:
-        if saved.data_fingerprint != run.loader.fingerprint:
-            raise ValueError(
-                f"checkpoint {self.checkpoints.path(saved.step)} was trained on data {saved.data_fingerprint[:12]}, "
-                f"but stage {run.stage.name} now has {run.loader.fingerprint[:12]} (corpora, shares, seed, seq_len, "
-                "batch_rows, packing and weighting decide it); restore them, or set another output_dir"
-            )
-        return self.checkpoints.restore(saved, abstract_state(run.model, run.stage, run.mesh))
-
-    def _carried(self, run: PreparedStage, saved: Manifest) -> TrainState:
-        """The final state of the stage before, read onto the mesh of the stage that follows it."""
-        abstract = abstract_state(run.model, run.stage, run.mesh)
-        return self.checkpoints.restore(saved, abstract, optimizer=run.stage.carry == "all")
 
     def _steps_before(self, index: int) -> int:
         return sum(stage.steps for stage in self.config.stages[:index])
@@ -233,22 +364,19 @@ class _Run:
         mark = self.ended / stage.name
         if on_stage_end is None or mark.exists():
             return
-        on_stage_end(stage, params, mesh)
-        if jax.process_index() == 0:
+        with self.goodput.timed("evaluate"):
+            on_stage_end(stage, params, mesh)
+        if self.first_process:
             mark.parent.mkdir(parents=True, exist_ok=True)
             mark.touch()
 
-    def _end_again(self, saved: Manifest, stage: StageConfig, on_stage_end: StageEnd | None) -> None:
-        """`_end` of a stage that an earlier process trained."""
-        if on_stage_end is None or (self.ended / stage.name).exists():
+    def _end_again(self, start: Start, on_stage_end: StageEnd | None) -> None:
+        """`_end` of a stage that an earlier process trained to its last step."""
+        saved = start.saved
+        assert saved is not None
+        if on_stage_end is None or not start.begins or (self.ended / saved.stage).exists():
             return
+        stage = self.config.stage(saved.stage)
         mesh = make_mesh(stage.mesh)
         config = self.config.model.model_copy(update={"rope_theta": stage.rope_theta})
-        params = load_params(self.checkpoints.path(saved.step), mesh, config)
-        self._end(stage, params, mesh, on_stage_end)
-
-
-def _count(batch: Mapping[str, np.ndarray], stage: StageConfig) -> tuple[int, int]:
-    """(real tokens, visible pairs) of the global batch, judged by this process's rows of it."""
-    scale = stage.batch_rows / len(batch["tokens"])
-    return round(scale * int((batch["segment_ids"] > 0).sum())), round(scale * flops.visible_pairs(batch))
+        self._end(stage, load_params(self.checkpoints.path(saved.step), mesh, config), mesh, on_stage_end)

@@ -92,13 +92,13 @@ def test_keeps_the_last_ones_and_replaces_a_step_of_the_same_number(state: Train
 def test_half_written_steps_are_never_picked_up(state: TrainState, tmp_path: Path) -> None:
     saved = Checkpoints(tmp_path)
     saved.save(state, MANIFEST)
-    shutil.copytree(saved.path(3), tmp_path / "00000009.partial")
+    shutil.copytree(saved.path(3), tmp_path / "00000009.orbax-checkpoint-tmp")
     shutil.copytree(saved.path(3), tmp_path / "00000008")
     (tmp_path / "00000008" / "manifest.json").unlink()
     assert saved.steps() == [3]
     assert checkpoint.find_checkpoint(tmp_path) == saved.path(3)
     saved.save(state, replace(MANIFEST, step=4))
-    assert not (tmp_path / "00000009.partial").exists()
+    assert not (tmp_path / "00000009.orbax-checkpoint-tmp").exists()
 
 
 def test_a_save_killed_half_way_leaves_the_one_before(state: TrainState, tmp_path: Path) -> None:

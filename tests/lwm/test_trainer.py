@@ -103,7 +103,7 @@ def losses(config: RunConfig) -> list[tuple[int, float]]:
 
 
 class StopAt(StopSignal):
-    """Asks to stop when it has been looked at `count` times: the loop does so twice a step."""
+    """Asks to stop when it has been looked at `count` times: the loop does so once a step."""
 
     def __init__(self, count: int):
         super().__init__()
@@ -152,7 +152,7 @@ def test_records_and_metrics(undisturbed: tuple[RunConfig, list[stages.Record], 
     assert "compiled in" in said
 
 
-@pytest.mark.parametrize("looks", [5, 13, 19])
+@pytest.mark.parametrize("looks", [3, 6, 9])
 def test_interrupted_run_ends_bitwise_where_a_straight_one_ends(
     undisturbed: tuple[RunConfig, list[stages.Record], str], corpus: Path, tmp_path: Path, looks: int
 ) -> None:
@@ -230,7 +230,7 @@ def test_non_finite_gradients_are_skipped_and_end_the_run(corpus: Path, tmp_path
     config = run_config(corpus, tmp_path, stage("wild", steps=20), checkpoint={"every_steps": 50})
     huge = config.model.model_copy(update={"init_std": 1e30})
     config = config.model_copy(update={"model": huge})
-    with pytest.raises(NonFiniteLoss, match=r"1\d steps in a row had no finite gradient"):
+    with pytest.raises(NonFiniteLoss, match=r"the updates of 1\d steps in a row were skipped"):
         train(config)
     saved = checkpoint.load_params(tmp_path)
     drawn = model.init(huge, jax.random.key(0), make_mesh(config.stages[0].mesh))
