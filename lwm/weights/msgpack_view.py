@@ -19,25 +19,27 @@ class Cut(ValueError):
     """The buffer ends in the middle of a value."""
 
 
+_LENGTHS = (">B", ">H", ">I")
 # First byte -> (format of the length that follows, kind).
 _SIZED = {
-    **{0xC4 + i: (fmt, "bin") for i, fmt in enumerate([">B", ">H", ">I"])},
-    **{0xC7 + i: (fmt, "ext") for i, fmt in enumerate([">B", ">H", ">I"])},
-    **{0xD9 + i: (fmt, "str") for i, fmt in enumerate([">B", ">H", ">I"])},
+    **{0xC4 + i: (fmt, "bin") for i, fmt in enumerate(_LENGTHS)},
+    **{0xC7 + i: (fmt, "ext") for i, fmt in enumerate(_LENGTHS)},
+    **{0xD9 + i: (fmt, "str") for i, fmt in enumerate(_LENGTHS)},
     0xDC: (">H", "array"),
     0xDD: (">I", "array"),
     0xDE: (">H", "map"),
     0xDF: (">I", "map"),
 }
-_SCALARS = {0xCA: ">f", 0xCB: ">d"} | dict(
-    zip(range(0xCC, 0xD4), [">B", ">H", ">I", ">Q", ">b", ">h", ">i", ">q"], strict=True)
-)
+_SCALARS = {0xCA: ">f", 0xCB: ">d"} | {0xCC + i: f">{letter}" for i, letter in enumerate("BHIQbhiq")}
 _CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
 _MAX_DEPTH = 16
 
 
 def read(view: memoryview, start: int = 0) -> tuple[Any, int]:
-    """The value at `start` and where it ends. bin is a memoryview; ValueError for what is no msgpack, `Cut` for an end."""
+    """The value at `start` and where it ends. bin is a memoryview.
+
+    ValueError for what is no msgpack, `Cut` where the buffer ends too soon.
+    """
     return _value(view, start, 0)
 
 

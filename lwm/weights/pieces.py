@@ -23,7 +23,7 @@ class Piece(NamedTuple):
 
 
 class MappedFile:
-    """A file's bytes without reading them: `view` is a memoryview over the mapping. OSError where it cannot be opened."""
+    """A file's bytes without reading them, as the memoryview `view`. OSError where it cannot be opened."""
 
     def __init__(self, path: Path):
         self.path = path

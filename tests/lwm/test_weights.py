@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from lwm import checkpoint, cli, sharding
 from lwm.config import MeshConfig, ModelConfig, RopeScalingConfig
 from lwm.weights import export_hf, hf, import_hf, import_lwm, lwm_params, msgpack_view, pieces, safetensors, store
+from lwm.weights.hf_export import write_hf
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
 needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"the golden files are missing: no folder {GOLDEN}")
@@ -73,8 +74,6 @@ def test_a_model_with_vision_ids_in_several_files(tmp_path: Path) -> None:
     def read(path: str, layer: int | None) -> np.ndarray:
         whole = sharding.flatten(params)[path]
         return whole if layer is None else whole[layer]
-
-    from lwm.weights.hf_export import write_hf
 
     write_hf(CONFIG, read, tmp_path / "parts", max_bytes=4000)
     index = json.loads((tmp_path / "parts" / "model.safetensors.index.json").read_text())
@@ -155,7 +154,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(values)
 def test_msgpack_is_read_as_its_library_reads_it(value: Any) -> None:
     packed = msgpack.packb(value)
