@@ -1,4 +1,4 @@
-"""Attention of a few new tokens to a key/value cache that is sharded over the sequence.
+"""Attention of new tokens to a key/value cache that is sharded over the sequence: one by one, or a chunk of a prompt.
 
 The cache never moves: every device attends to its part, and one collective merges the partial outputs
 with their softmax statistics. What a step sends does not depend on the length of the cache.
@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ring import softmax
-from ring.blockwise import accumulation_dtype
-from ring.mask import CAUSAL, Keys, Mask, queries, visible
+from ring import blockwise, softmax
+from ring.blockwise import Kernel, accumulation_dtype
+from ring.local import block_size
+from ring.mask import CAUSAL, Keys, Mask, pad_keys, pad_queries, queries, visible
 from ring.plan import ONE_DEVICE, Plan
 
 # Up to here, products with other groups' zeros cost less than the copy of the cache that they avoid.
@@ -65,6 +66,45 @@ def decode_attention(
     fresh, cache = plan.spec("batch", None, "heads", None), plan.spec("batch", "sequence", "heads", None)
     specs = (fresh, cache, cache, plan.spec("heads"), plan.spec("batch", None), plan.spec("batch", "sequence"))
     return jax.shard_map(run, mesh=plan.mesh, in_specs=specs, out_specs=fresh, check_vma=False)(*arguments)
+
+
+def chunk_attention(
+    q: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    *,
+    positions: jax.Array,
+    cache_positions: jax.Array,
+    cache_segment_ids: jax.Array,
+    segment_ids: jax.Array | None = None,
+    mask: Mask = CAUSAL,
+    plan: Plan = ONE_DEVICE,
+    soft_cap: float | None = None,
+    scale: float | None = None,
+) -> jax.Array:
+    """As ``decode_attention``, for many new tokens: q [B, T, H, D] with T sharded over the plan's sequence axes.
+
+    Queries travel instead of keys: every device gathers the chunk's queries, attends with all of them to its part of
+    the cache, block by block without those that nobody sees, and the merged outputs are scattered back. A device
+    sends and receives two chunks, however long the cache is (pass-Q, arXiv:2411.01783). Tokens may have any order;
+    blocks are skipped best when positions rise along T and along each device's slots. No gradients.
+    """
+    _check(q, k_cache, v_cache, positions, cache_positions, cache_segment_ids, plan)
+    if plan.mesh is not None and q.shape[1] % plan.num_shards:
+        raise ValueError(
+            f"q has {q.shape[1]} tokens over {plan.num_shards} devices; give a multiple of {plan.num_shards}"
+        )
+    if segment_ids is None:
+        segment_ids = jnp.ones(positions.shape, jnp.int32)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    run = functools.partial(_chunk_local, mask=mask, scale=scale, soft_cap=soft_cap, plan=plan)
+    arguments = (q, k_cache, v_cache, (positions, segment_ids), (cache_positions, cache_segment_ids))
+    if plan.mesh is None:
+        return run(*arguments)
+    tokens, rows = plan.spec("batch", "sequence", "heads", None), plan.spec("batch", "sequence")
+    return jax.shard_map(
+        run, mesh=plan.mesh, in_specs=(tokens, tokens, tokens, rows, rows), out_specs=tokens, check_vma=False
+    )(*arguments)
 
 
 def append(
@@ -133,6 +173,50 @@ def _decode_local(
         sinks = jnp.broadcast_to(sinks.astype(top.dtype).reshape(1, groups, heads // groups, 1), top.shape)
     out, _ = softmax.finish(running, sinks)
     return out.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype)
+
+
+def _chunk_local(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    fresh: tuple[jax.Array, jax.Array],
+    cached: tuple[jax.Array, jax.Array],
+    *,
+    mask: Mask,
+    scale: float,
+    soft_cap: float | None,
+    plan: Plan,
+) -> jax.Array:
+    axes = plan.sequence_axes
+    if axes:
+        q, *fresh = (lax.all_gather(x, axes, axis=1, tiled=True) for x in (q, *fresh))
+    batch, length, heads, dim = q.shape
+    groups, slots = k.shape[2], k.shape[1]
+    kernel = Kernel(scale, block_size(length, plan.query_block), block_size(slots, plan.key_block), soft_cap)
+    query_length, key_length = (
+        -(-n // block) * block for n, block in ((length, kernel.query_block), (slots, kernel.key_block))
+    )
+    query = pad_queries(queries(mask, *fresh), query_length)
+    key = pad_keys(Keys(*cached), key_length)
+    rows = q.reshape(batch, length, groups, heads // groups, dim).transpose(0, 2, 3, 1, 4)
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, query_length - length), (0, 0)))
+    kv = jnp.stack([k, v]).astype(q.dtype).swapaxes(2, 3)
+    kv = jnp.pad(kv, ((0, 0), (0, 0), (0, 0), (0, key_length - slots), (0, 0)))
+    work = blockwise.plan_work(kernel, query, Keys(*(x[None] for x in key)))
+    running = softmax.start(rows.shape, accumulation_dtype(q.dtype))
+    running = blockwise.forward(
+        kernel, running, rows, kv, query, key, blockwise.Work(work.order[0], work.num_full[0], work.num_visible[0])
+    )
+    running = softmax.Running(running.out[..., :length, :], running.top[..., :length], running.total[..., :length])
+    if axes:
+        top = lax.pmax(running.top, axes)
+        shrink = jnp.exp(running.top - top)
+        packed = jnp.concatenate([running.out, running.total[..., None]], axis=-1) * shrink[..., None]
+        packed = lax.psum_scatter(packed, axes, scatter_dimension=3, tiled=True)
+        # Only whether anything was seen and the ratio of the two sums matter from here on.
+        running = softmax.Running(packed[..., :dim], jnp.zeros_like(packed[..., dim]), packed[..., dim])
+    out, _ = softmax.finish(running)
+    return out.transpose(0, 3, 1, 2, 4).reshape(batch, -1, heads, dim).astype(q.dtype)
 
 
 def _products(rows: jax.Array, k: jax.Array) -> jax.Array:

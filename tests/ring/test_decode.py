@@ -72,6 +72,53 @@ def test_tokens_appended_one_by_one_equal_full_attention(
         assert error <= tolerance * np.abs(expected).max()
 
 
+@pytest.mark.parametrize(
+    ("axes", "layout", "options"),
+    [
+        ({}, "contiguous", {"query_block": 5, "key_block": 7}),
+        ({"sp": 8}, "striped", {}),
+        ({"dp": 2, "sp": 2, "tp": 2}, "zigzag", {"query_block": 4, "key_block": 8}),
+        ({"sp": 2, "ulysses": 4}, "striped", {}),
+    ],
+    ids=str,
+)
+def test_a_chunk_equals_full_attention(
+    mesh_of: Callable, axes: dict[str, int], layout: str, options: dict[str, int]
+) -> None:
+    """The second chunk of a prompt: rows of different lengths, a chunk's end that is padding, free slots of garbage."""
+    rng = np.random.default_rng(1)
+    plan = ring.Plan(mesh=mesh_of(axes), layout=layout, **options)
+    q, k, v = _setup(rng, jnp.float32)
+    starts, counts, length = np.array([5, 11]), np.array([16, 9]), 16
+    positions = np.tile(np.arange(C, dtype=np.int32), (B, 1))
+    visible = reference.visibility(positions, np.ones((B, C), np.int32), window=14)
+    expected = reference.attention(q, k, v, visible).out
+
+    order = ring.layout.permutation(layout, C, plan.num_shards)
+    filled = (positions < (starts + counts)[:, None])[:, order]
+    k_cache, v_cache = (jnp.asarray(np.where(filled[..., None, None], x[:, order], 1e4)) for x in (k, v))
+    now = np.asarray(starts[:, None] + np.arange(length), np.int32)
+    real = np.arange(length) < counts[:, None]
+    run = jax.jit(
+        lambda q, k, v, now, real, filled: decode.chunk_attention(
+            q,
+            k,
+            v,
+            positions=now,
+            segment_ids=real,
+            cache_positions=jnp.asarray(positions[:, order]),
+            cache_segment_ids=filled,
+            mask=ring.Mask(window=14),
+            plan=plan,
+            soft_cap=None,
+        )  # fmt: skip
+    )
+    rows = np.arange(B)[:, None]
+    out = run(q[rows, now].astype(np.float32), k_cache, v_cache, now, real.astype(np.int32), filled.astype(np.int32))
+    assert np.abs(np.asarray(out) - expected[rows, now])[real].max() <= 2e-6 * np.abs(expected).max()
+    assert not np.any(np.asarray(out)[~real])
+
+
 def test_a_query_that_sees_nothing_returns_zero(mesh_of: Callable) -> None:
     plan = ring.Plan(mesh=mesh_of({"sp": 4}))
     cache = jnp.ones((1, 8, 2, D))
