@@ -1,10 +1,10 @@
-"""The key-value cache of all layers, sharded along the sequence: prefill with ring attention, then step by step.
+"""The key-value cache of all layers, sharded along the sequence: filled whole, chunk by chunk or step by step.
 
 A cache has C slots. The token at position p of its row stands in the slot where the plan's layout puts it in a sequence
 of C tokens, so new tokens are spread over the devices as evenly as the prompt's, and whether a slot is filled follows
 from its position and the row's length. Nothing in the cache ever moves.
 
-Legend: L layers, B batch, C slots, G key/value heads, D head dim, E features, V vocabulary.
+Legend: L layers, B batch, C slots, T tokens of a chunk, G key/value heads, D head dim, E features, V vocabulary.
 """
 
 from typing import Any, NamedTuple
@@ -127,6 +127,83 @@ def prefill(
     # A sum with one term: nothing but that term leaves its device.
     x_B1E = jnp.sum(jnp.where(last_BC[..., None], x_BCE, 0), axis=1, keepdims=True)
     return _next_logits(config, params, x_B1E, _decoding(compute)), Cache(keys, values, lengths_B)
+
+
+def shapes(config: ModelConfig, compute: Compute, rows: int, num_slots: int) -> Cache:
+    """A cache of `rows` rows as ShapeDtypeStructs, with their shardings on a mesh."""
+    where = Cache(None, None, None) if compute.mesh is None else cache_shardings(compute.mesh)  # type: ignore[arg-type]
+    size = (config.num_layers, rows, num_slots, config.num_kv_heads, config.head_dim)
+    slots = jax.ShapeDtypeStruct(size, compute.dtype, sharding=where.keys_LBCGD)
+    return Cache(slots, slots, jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=where.lengths_B))  # type: ignore[arg-type]
+
+
+def empty(config: ModelConfig, compute: Compute, rows: int, num_slots: int) -> Cache:
+    """A cache that holds nothing yet."""
+    abstract = shapes(config, compute, rows, num_slots)
+    places = None if compute.mesh is None else cache_shardings(compute.mesh)
+    return jax.jit(
+        lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract), out_shardings=places
+    )()
+
+
+def extend(
+    config: ModelConfig,
+    params: Params,
+    tokens_BT: jax.Array,
+    counts_B: jax.Array,
+    logits_BV: jax.Array,
+    cache: Cache,
+    compute: Compute,
+    *,
+    replicated: bool = False,
+) -> tuple[jax.Array, Cache]:
+    """The next `counts_B` tokens of each row, int32 [B, T] in their natural order -> logits [B, V], and the cache.
+
+    Beside the cache only this chunk's activations are in memory, however long the prompt is. Rows that get
+    no tokens keep `logits_BV`, those after their last one. T is a multiple of the number of sequence shards.
+    """
+    plan = plan_of(compute)
+    num_slots = cache.keys_LBCGD.shape[2]
+    offsets_T = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
+    positions_BT = cache.lengths_B[:, None] + offsets_T
+    real_BT = offsets_T < counts_B[:, None]
+    slots_BT = jnp.take(slots_of_positions(compute, num_slots), positions_BT, mode="clip")
+    slots_BT = jnp.where(real_BT & (positions_BT < num_slots), slots_BT, -1)
+    positions_BC = jnp.broadcast_to(positions_of_slots(compute, num_slots), (tokens_BT.shape[0], num_slots))
+    positions_BC = sharding.constrain(positions_BC, compute.token_axes, compute.mesh)
+    lengths_B = cache.lengths_B + counts_B
+    filled_BC = (positions_BC < lengths_B[:, None]).astype(jnp.int32)
+    positions_BT, segments_BT = (
+        sharding.constrain(x, compute.token_axes, compute.mesh) for x in (positions_BT, real_BT.astype(jnp.int32))
+    )
+    rotation = model.rotation(config, positions_BT)
+
+    def layer(x_BTE: jax.Array, each: tuple[Params, jax.Array, jax.Array]) -> tuple[jax.Array, tuple]:
+        weights, keys_BCGD, values_BCGD = each
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+            keys = ring.decode.append(keys_BCGD, k, slots_BT, plan=plan, heads=True)
+            values = ring.decode.append(values_BCGD, v, slots_BT, plan=plan, heads=True)
+            out = ring.decode.chunk_attention(
+                q,
+                keys,
+                values,
+                positions=positions_BT,
+                segment_ids=segments_BT,
+                cache_positions=positions_BC,
+                cache_segment_ids=filled_BC,
+                plan=plan,
+            )
+            return out, (keys, values)
+
+        return model.block(config, weights, x_BTE, rotation, attend, compute)
+
+    x_BTE = _embed(config, params, tokens_BT, compute, replicated)
+    x_BTE, (keys, values) = jax.lax.scan(layer, x_BTE, (params["layers"], cache.keys_LBCGD, cache.values_LBCGD))
+    last_BT = offsets_T == counts_B[:, None] - 1
+    x_B1E = jnp.sum(jnp.where(last_BT[..., None], x_BTE, 0), axis=1, keepdims=True)
+    fresh_BV = _next_logits(config, params, x_B1E, _decoding(compute))
+    return jnp.where((counts_B > 0)[:, None], fresh_BV, logits_BV), Cache(keys, values, lengths_B)
 
 
 def step(

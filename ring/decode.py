@@ -189,7 +189,8 @@ def _chunk_local(
 ) -> jax.Array:
     axes = plan.sequence_axes
     if axes:
-        q, *fresh = (lax.all_gather(x, axes, axis=1, tiled=True) for x in (q, *fresh))
+        q = lax.all_gather(q, axes, axis=1, tiled=True)
+        fresh = tuple(lax.all_gather(jnp.stack(fresh), axes, axis=2, tiled=True))  # type: ignore[assignment]  # of two
     batch, length, heads, dim = q.shape
     groups, slots = k.shape[2], k.shape[1]
     kernel = Kernel(scale, block_size(length, plan.query_block), block_size(slots, plan.key_block), soft_cap)

@@ -100,6 +100,49 @@ def test_cache_equals_teacher_forcing(params: Any, name: str) -> None:
     assert (sampler.usage.prompt_tokens, sampler.usage.new_tokens) == (215 + 154, 5 * 20 + 2 * 9)
 
 
+@pytest.mark.parametrize("name", ["one device", "zigzag, sharded weights"])
+def test_prompts_read_in_chunks(params: Any, name: str) -> None:
+    """Chunks that end inside one row and after another, answers that begin in different chunks, and a stream."""
+    rows = prompts(57, 3, 90, 64, 1)
+    sampler = make(params, **MESHES[name], prefill_chunk=40)
+    expected = greedy(params, rows, 9)
+    assert sampler.generate(rows, max_new_tokens=9, modality="any") == expected
+    assert sampler.usage.prompt_tokens == 215
+    (shape,) = sampler.programs
+    assert sampler.programs[shape].prefill is None
+
+
+def test_what_was_read_is_not_read_again(params: Any) -> None:
+    """Questions about one haystack, a conversation that goes on, and a prompt that has nothing to do with either."""
+    sampler = make(params, mesh={"fsdp": 2, "sp": 4}, layout="striped", prefill_chunk=48)
+    hay, first, second, other = prompts(90, 6, 4, 50, seed=3)
+    streamed: list[int] = []
+
+    def ask(prompt: np.ndarray, read: int) -> list[int]:
+        before = (sampler.usage.prompt_tokens, sampler.usage.reused_tokens)
+        streamed.clear()
+        (ids,) = sampler.generate(
+            [prompt],
+            max_new_tokens=6,
+            modality="any",
+            reuse=True,
+            on_tokens=lambda index, new: streamed.extend(new),
+        )
+        assert ids == streamed == greedy(params, [prompt], 6)[0]
+        assert sampler.usage.prompt_tokens - before[0] == read
+        assert sampler.usage.reused_tokens - before[1] == len(prompt) - read
+        return ids
+
+    answer = ask(np.concatenate([hay, first]), 96)
+    # All but the last new id are in the cache.
+    ask(np.concatenate([hay, first, np.asarray(answer, np.int32)]), 1)
+    ask(np.concatenate([hay, second]), 4)
+    ask(np.concatenate([hay, second]), 1)
+    ask(other, 50)
+    with pytest.raises(ValueError, match="reuse is set for 9 prompts"):
+        sampler.generate([other] * 9, max_new_tokens=6, reuse=True)
+
+
 @pytest.fixture(scope="module")
 def small(params: Any) -> Sampler:
     """One device, a context of 70 tokens, at most four rows: all tests below fit its programs."""
@@ -117,6 +160,10 @@ def test_text_only_stop_and_context(params: Any, small: Sampler) -> None:
     expected = greedy(params, rows, 16, lambda new: TEXT)
     # The second prompt leaves room for nine ids.
     assert small.generate(rows, max_new_tokens=16) == [expected[0], expected[1][:9], expected[2]]
+    parts: list[list[int]] = [[], [], []]
+    small.generate(rows, max_new_tokens=16, on_tokens=lambda index, new: parts[index].extend(new))
+    assert parts == [expected[0], expected[1][:9], expected[2]]
+    assert 0 < small.usage.first_token_seconds < small.usage.prefill_seconds + small.usage.decode_seconds
     stop = expected[0][5]
     cut = [row[: row.index(stop)] if stop in row else row for row in (expected[0], expected[1][:9], expected[2])]
     assert small.generate(rows, max_new_tokens=16, stop_id=stop) == cut
