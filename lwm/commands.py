@@ -1,6 +1,7 @@
 """The commands that use a trained model: `lwm ask` and `lwm generate`. Heavy imports are inside them."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ from lwm.options import (
     CheckpointOption,
     MaxLengthOption,
     OverridesArgument,
+    PrefillChunkOption,
     RunConfigOption,
     SeedOption,
     SystemOption,
@@ -18,7 +20,10 @@ from lwm.options import (
 
 def ask(
     checkpoint: CheckpointOption,
-    question: Annotated[list[str], typer.Option("--question", metavar="TEXT", help="Give it again to ask more.")],
+    question: Annotated[
+        list[str] | None,
+        typer.Option("--question", metavar="TEXT", help="Give it again to ask more [default: lines typed in]."),
+    ] = None,
     overrides: OverridesArgument = None,
     video: Annotated[Path | None, typer.Option(metavar="FILE", help="The video that is asked about.")] = None,
     image: Annotated[Path | None, typer.Option(metavar="FILE", help="Or an image.")] = None,
@@ -26,48 +31,78 @@ def ask(
     config: RunConfigOption = None,
     system: SystemOption = None,
     order: Annotated[
-        str, typer.Option(help="question-first, or media-first as in needle questions; as in training.")
+        str,
+        typer.Option(
+            help="question-first: later questions go on with the conversation; media-first, as in needle questions: "
+            "every question stands alone. As in training; nothing is read twice either way."
+        ),
     ] = "question-first",
     frames: Annotated[int | None, typer.Option(min=1, help="Frames of the video, spread evenly.")] = None,
     fps: Annotated[float, typer.Option(min=0.001, help="Or frames per second.")] = 1.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
     max_length: MaxLengthOption = None,
+    prefill_chunk: PrefillChunkOption = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest word.")] = 0.0,
     top_p: Annotated[float | None, typer.Option(help="Share of the probability to draw from.")] = None,
     seed: SeedOption = 0,
 ) -> None:
-    """Ask about a video, an image or a text."""
+    """Ask about a video, an image or a text; the answer is printed as it comes."""
     about = [path for path in (video, image, document) if path is not None]
     if len(about) != 1:
         raise ValueError(f"give one of --video, --image and --text; there are {len(about)}")
     from data.examples import SYSTEM
     from lwm import prompts
     from lwm.serving import open_run
+    from lwm.telemetry import Progress
 
-    run = open_run(checkpoint, config, overrides or (), max_length=max_length, max_batch=1)
+    options = {} if prefill_chunk is None else {"prefill_chunk": prefill_chunk}
+    run = open_run(checkpoint, config, overrides or (), max_length=max_length, max_batch=1, one_row=True, **options)
     opening = SYSTEM if system is None else system
     if document is not None:
-        text = prompts.read_document(document)
-        made = [prompts.ask_about_text(asked, run.text, document=text, system=opening) for asked in question]
+        about_text = prompts.TextTalk(prompts.read_document(document), run.text, system=opening)
+        talk: prompts.Talk = about_text
     else:
-        seen = prompts.look(about[0], run.need_vision(), image=image is not None, num_frames=frames, fps=fps)
-        made = [
-            prompts.ask_about_media(seen, asked, run.text, run.vocabulary, system=opening, order=order)
-            for asked in question
-        ]
-    for asked, prompt in zip(question, made, strict=True):
+        with Progress(f"look at {about[0].name}", None, unit="frames") as progress:
+            seen = prompts.look(
+                about[0],
+                run.need_vision(),
+                image=image is not None,
+                num_frames=frames,
+                fps=fps,
+                max_tokens=run.sampler.max_length,
+                progress=progress,
+            )
+        talk = prompts.MediaTalk(seen, run.text, run.vocabulary, system=opening, order=order)
+    asked_lines = _typed() if question is None else question
+    for asked in asked_lines:
+        if question is not None and len(question) > 1:
+            print(f"> {asked}")
+        writer = prompts.Writer(run.text, sys.stdout.write)
         (ids,) = run.sampler.generate(
-            [prompt],
+            [talk.prompt(asked)],
             max_new_tokens=max_new_tokens,
             stop_id=run.text.eos_id,
             temperature=temperature,
             top_p=top_p,
             seed=seed,
+            reuse=True,
+            on_tokens=lambda _, new, writer=writer: writer.add(new),  # type: ignore[misc]  # bound to this writer
         )
-        if len(question) > 1:
-            print(f"> {asked}")
-        print(prompts.answer_text(ids, run.text))
-    print(run.sampler.usage, file=sys.stderr)
+        writer.end()
+        talk.answered(ids)
+        print(run.sampler.usage, file=sys.stderr)
+
+
+def _typed() -> Iterator[str]:
+    """Questions from the standard input, one a line, until it ends; a prompt where somebody types them."""
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.strip()
 
 
 def generate(

@@ -45,6 +45,9 @@ EvalCheckpointOption = Annotated[
 FirstKOption = Annotated[int, typer.Option("--first-k", min=1, help="Tokens that the model first-k reads.")]
 BatchOption = Annotated[int, typer.Option("--batch-size", min=1, help="Prompts at once.")]
 BatchTokensOption = Annotated[int | None, typer.Option("--batch-tokens", min=1, help="Tokens at once, at most.")]
+PrefillChunkOption = Annotated[
+    int | None, typer.Option("--prefill-chunk", min=1, help="Tokens of a long prompt that are read at once.")
+]
 MaxLengthOption = Annotated[
     int | None, typer.Option("--max-length", min=2, help="The context in tokens [default: the trained one].")
 ]

@@ -42,7 +42,7 @@ OnTokens = Callable[[int, list[int]], None]
 
 
 class Programs(NamedTuple):
-    """The compiled halves of generation and the seconds that took; `prefill` is None where prompts come in chunks."""
+    """The compiled halves of generation, None where they were not needed yet, and the seconds that compiling took."""
 
     prefill: Any
     decode: Any
@@ -341,9 +341,7 @@ class Sampler:
             limits_B=self._place(np.pad(request.limits_B, (0, missing)), ("batch",)),
             indices_B=self._place(np.pad(request.indices_B, (0, missing)), ("batch",)),
         )
-        programs = self._programs(shape, request)
-        if report is not None:
-            self._stream_programs(shape, request)
+        programs = self._programs(shape, request, streamed=report is not None)
         if chunked:
             logits_BV, cache = self._read_in_chunks(shape, prompts, reuse)
         else:
@@ -469,22 +467,28 @@ class Sampler:
         pieces = self.plan.num_shards * (2 if self.plan.layout == "zigzag" else 1)
         return -(-(shape.prompt_slots + shape.new_slots) // pieces) * pieces
 
-    def _programs(self, shape: Shape, request: Request) -> Programs:
-        if shape not in self.programs:
-            begin = time.monotonic()
-            logits, cache = self._filled(shape)
-            prefill = None
-            if not shape.chunked:
-                fill = partial(caching.prefill, self.config, **self._how)
-                tokens = self._abstract((shape.rows, self._num_slots(shape)), jnp.int32, ("batch", "sequence"))
-                lengths = self._abstract((shape.rows,), jnp.int32, ("batch",))
-                prefill = self._compile(fill, (self.params, tokens, lengths), out=(logits, cache))
+    def _programs(self, shape: Shape, request: Request, *, streamed: bool) -> Programs:
+        """Those that are needed: a stream has its own loop."""
+        programs = self.programs.get(shape, Programs(None, None, 0.0))
+        begin = time.monotonic()
+        logits, cache = self._filled(shape)
+        if programs.prefill is None and not shape.chunked:
+            fill = partial(caching.prefill, self.config, **self._how)
+            tokens = self._abstract((shape.rows, self._num_slots(shape)), jnp.int32, ("batch", "sequence"))
+            lengths = self._abstract((shape.rows,), jnp.int32, ("batch",))
+            prefill = self._compile(fill, (self.params, tokens, lengths), out=(logits, cache))
+            programs = programs._replace(prefill=prefill)
+        if programs.decode is None and not streamed:
             run = partial(decoding.decode, self.config, self.vocabulary, shape, **self._how)
             new = self._abstract((shape.rows, shape.new_slots), jnp.int32, ())
             counts = self._abstract((shape.rows,), jnp.int32, ())
             decode = self._compile(run, (self.params, logits, cache, request), donate=2, out=(new, counts, cache))
-            self.programs[shape] = Programs(prefill, decode, time.monotonic() - begin)
-        return self.programs[shape]
+            programs = programs._replace(decode=decode)
+        if streamed:
+            self._stream_programs(shape, request)
+        programs = programs._replace(seconds=programs.seconds + time.monotonic() - begin)
+        self.programs[shape] = programs
+        return programs
 
     def _chunk_program(self, shape: Shape, chunk: int, logits_BV: jax.Array, cache: Cache) -> Any:
         name = (shape.rows, self._num_slots(shape), chunk)

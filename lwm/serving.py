@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -45,11 +46,14 @@ def open_run(
     *,
     max_length: int | None = None,
     max_batch: int = 8,
+    one_row: bool = False,
+    **options: Any,
 ) -> OpenRun:
     """Load a checkpoint with its tokenizers, on all devices there are.
 
     checkpoint_dir: a run directory, its `checkpoints`, or one step in it. max_length: the context; by default the
-    seq_len of the stage that the checkpoint was trained in. ValueError where anything is missing or does not fit.
+    seq_len of the stage that the checkpoint was trained in. one_row: spread every device along the sequence, for one
+    prompt at a time. options: other arguments of `Sampler`. ValueError where anything is missing or does not fit.
     """
     run = find_run(checkpoint_dir, config, overrides)
     path = find_checkpoint(checkpoint_dir)
@@ -58,7 +62,7 @@ def open_run(
     # Imported weights were trained in no stage of this run: they go by its last one.
     stage = run.stage(manifest.stage) if manifest.stage in names else run.stages[-1]
     model = checkpoint.load_model_config(path)
-    mesh = serving_mesh(stage)
+    mesh = serving_mesh(stage, one_row=one_row)
     text, vocabulary = text_tokenizer_of(run), vocabulary_of(run)
     vision = None if run.vqgan is None or run.tokenizers.vision is None else vision_tokenizer_of(run)
     sampler = Sampler.for_stage(
@@ -69,13 +73,17 @@ def open_run(
         vocabulary=vocabulary,
         max_length=stage.seq_len if max_length is None else max_length,
         max_batch=max_batch,
+        **options,
     )
     digest = hashlib.sha256((path / MANIFEST_FILE).read_bytes()).hexdigest()
     return OpenRun(run, sampler, text, vision, vocabulary, f"{run.name}-{manifest.step}-{digest[:16]}")
 
 
-def serving_mesh(stage: StageConfig, num_devices: int | None = None) -> Mesh | None:
-    """The stage's own mesh where it fits the devices, else one ring over all of them; None for a single device."""
+def serving_mesh(stage: StageConfig, num_devices: int | None = None, *, one_row: bool = False) -> Mesh | None:
+    """The stage's own mesh where it fits the devices, else one ring over all of them; None for a single device.
+
+    one_row: its rows' devices join the ring, which so has all but those of `tp` and `ulysses`.
+    """
     num_devices = jax.device_count() if num_devices is None else num_devices
     if num_devices == 1:
         return None
@@ -83,4 +91,6 @@ def serving_mesh(stage: StageConfig, num_devices: int | None = None) -> Mesh | N
         resolve_mesh(stage.mesh, num_devices)
     except ConfigError:
         return make_mesh(MeshConfig(fsdp=1, sp=-1))
+    if one_row:
+        return make_mesh(stage.mesh.model_copy(update={"dp": 1, "fsdp": 1, "sp": -1}))
     return make_mesh(stage.mesh)

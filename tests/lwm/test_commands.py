@@ -126,7 +126,9 @@ def test_a_corpus_of_clips(world: Path, capsys: pytest.CaptureFixture[str]) -> N
     capsys.readouterr()
 
 
-def test_ask_puts_the_training_prompt(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ask_puts_the_training_prompt(
+    world: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     clip = str(world / "clips" / "one.mp4")
     ask = ["ask", "--checkpoint", str(world / "run"), "--question", "What is it?", "--max-new-tokens", "6"]
     assert cli.run([*ask, "--video", clip, "--frames", "4", "--system", ""]) == 0
@@ -145,11 +147,41 @@ def test_ask_puts_the_training_prompt(world: Path, capsys: pytest.CaptureFixture
     assert said.out == prompts.answer_text(ids, run.text) + "\n"
     assert run.text.decode(prompt[prompt < run.text.size]) == "USER: What is it?\n <vision> </vision> ASSISTANT:"
     assert run.vocabulary.is_vision(prompt).sum() == 4 * 17
+    media = ["--video", clip, "--frames", "3", "--order", "media-first"]
+    single = []
+    for asked in ("Who?", "What number is it?"):
+        assert cli.run([*ask[:3], "--question", asked, "--max-new-tokens", "6", *media]) == 0
+        single.append(capsys.readouterr().out)
+    monkeypatch.setattr("sys.stdin", io.StringIO("Who?\n\nWhat number is it?\n"))
+    assert cli.run([*ask[:3], "--max-new-tokens", "6", *media, "--prefill-chunk", "16"]) == 0
+    said = capsys.readouterr()
+    assert said.out == "".join(single)
+    assert "and 0 not read again" not in said.err
+    assert "not read again" in said.err
     assert "text.txt is empty" in refusal(*ask, "--text", str(_empty(world / "empty_text.txt")))
     assert "give one of --video, --image and --text" in refusal(*ask)
     assert "but the model's context is 256" in refusal(*ask, "--video", clip, "--frames", "20")
     assert str(world / "no.mp4") in refusal(*ask, "--video", str(world / "no.mp4"))
     assert "order is 'backwards'" in refusal(*ask, "--video", clip, "--order", "backwards")
+
+
+def test_a_conversation_goes_on_after_its_media(world: Path) -> None:
+    text = TextTokenizer.load(world / "text.model")
+    vocabulary = vocabulary_of(load_config(world / "small.yaml"))
+    talk = prompts.MediaTalk(prompts.Span("video", codes=np.zeros((2, 16), np.int32)), text, vocabulary, system="")
+    first = talk.prompt("Who?")
+    talk.answered([5, 6])
+    second = talk.prompt("Why?")
+    turn = text.encode("USER: Why? ASSISTANT:")
+    assert second.tolist() == [*first.tolist(), 5, 6, text.eos_id, *turn]
+    written: list[str] = []
+    writer = prompts.Writer(text, written.append)
+    ids = text.encode("the old man sees a boat.")
+    for start in range(0, len(ids), 2):
+        writer.add(ids[start : start + 2])
+    writer.end()
+    assert "".join(written) == "the old man sees a boat.\n"
+    assert len(written) > 3
 
 
 def _empty(path: Path) -> Path:
