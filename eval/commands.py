@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from eval.qa_command import eval_video_qa
 from lwm.options import (
     BatchOption,
     BatchTokensOption,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from lwm.serving import OpenRun
 
 app = typer.Typer(help="Measure what a model can do.", no_args_is_help=True, rich_markup_mode=None)
+app.command("video-qa")(eval_video_qa)
 
 _DEPTHS = "0,0.25,0.5,0.75,1"
 _SHORTEST = 512

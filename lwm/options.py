@@ -39,6 +39,13 @@ SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Decides all that
 DummyOption = Annotated[
     str | None, typer.Option("--model", help="In place of a checkpoint: oracle, random or first-k.")
 ]
+EndpointOption = Annotated[
+    str | None,
+    typer.Option(
+        "--endpoint", metavar="URL", help="Or an OpenAI-compatible server; its key is what OPENAI_API_KEY holds."
+    ),
+]
+EndpointModelOption = Annotated[str, typer.Option("--endpoint-model", metavar="NAME", help="The model's name there.")]
 EvalCheckpointOption = Annotated[
     Path | None, typer.Option("--checkpoint", metavar="DIR", help="A run directory, its checkpoints, or one step.")
 ]

@@ -239,6 +239,24 @@ def test_needles(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no checkpoint in" in refusal(*text, "--checkpoint", str(world / "clips"))
 
 
+def test_questions_about_videos(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        {"video": name, "question": "Where to?", "candidates": ["left", "right"], "answer": "left"}
+        for name in ("one.mp4", "two.mp4", "three.mp4")
+    ]
+    (world / "qa.json").write_text(json.dumps(rows))
+    command = ["eval", "video-qa", "--dataset", str(world / "qa.json"), "--videos", str(world / "clips")]
+    command += ["--checkpoint", str(world / "run"), "--system", "", "--max-new-tokens", "4", "--out", str(world / "qa")]
+    assert cli.run(command) == 0
+    summary = json.loads((world / "qa" / "summary.json").read_text())
+    assert (summary["num_cases"], summary["num_errors"]) == (3, 1)
+    assert "failed three.mp4/Where to?: there is no video three.mp4 in" in capsys.readouterr().out
+    before = (world / "qa" / "cases.jsonl").read_bytes()
+    assert cli.run(command) == 0
+    assert (world / "qa" / "cases.jsonl").read_bytes() == before
+    capsys.readouterr()
+
+
 @pytest.mark.parametrize("task", ["needle-text", "needle-video"])
 def test_models_that_need_no_checkpoint(tmp_path: Path, task: str, capsys: pytest.CaptureFixture[str]) -> None:
     for name, low, high in (("oracle", 1.0, 1.0), ("random", 0.0, 0.3), ("first-k", 0.1, 0.9)):
