@@ -17,6 +17,7 @@ from typer.core import TyperCommand
 
 from eval.commands import app as eval_app
 from lwm import cluster
+from lwm.checkpoint_commands import app as checkpoint_app
 from lwm.commands import ask, generate
 from lwm.lifecycle import EXIT_BAD_INPUT, EXIT_INTERRUPTED, RunStopped
 from lwm.options import OverridesArgument
@@ -40,6 +41,7 @@ tokenizer_app = typer.Typer(help="Train tokenizers.", no_args_is_help=True, rich
 app.add_typer(data_app, name="data")
 app.add_typer(tokenizer_app, name="tokenizer")
 app.add_typer(eval_app, name="eval")
+app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(import_app, name="import")
 app.add_typer(export_app, name="export")
 

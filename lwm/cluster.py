@@ -50,6 +50,8 @@ def connect(config: "ClusterConfig", environ: Mapping[str, str] = os.environ) ->
 
     # It would take SIGTERM away from `lifecycle.StopSignal`; here the processes agree in the train step instead.
     jax.config.update("jax_enable_preemption_service", False)
+    # Only of CPU clusters: see `trainer`, one program at a time.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     known: dict[str, Any] = {}
     if environ.get(NUM_PROCESSES) or environ.get(PROCESS_ID):
         known = {"num_processes": _number(environ, NUM_PROCESSES), "process_id": _number(environ, PROCESS_ID)}

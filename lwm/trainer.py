@@ -99,6 +99,9 @@ class _Run:
         self.records: list[Record] = []
         self.tokens, self.failed_saves, self.failed_in_a_row, self.saved_step = 0, 0, 0, -1
         self.vote, self.no_batch = VOTE_NONE, ""
+        # On CPUs, collectives between processes hold threads of one small pool while they wait for their peers: those
+        # of two steps at once can leave none for what the peers wait for.
+        self.in_turn = jax.process_count() > 1 and jax.default_backend() == "cpu"
 
     def all_stages(self, on_stage_end: StageEnd | None, only: str | None) -> list[Record]:
         start = resume.find_start(self.config, self.checkpoints, self.goodput, self.telemetry.say)
@@ -114,6 +117,8 @@ class _Run:
             run = here.run or stages.prepare(self.config, index)
             with self.goodput.timed("compile"):
                 compiled = stages.compile_step(self.config, run, self.telemetry.say)
+                # Collectives give their peers less time to come than compiling may take one of them longer.
+                cluster.barrier("compiled")
             if here.begins:
                 state, progress = stages.begin(self.config, run, state, self.telemetry.say), StageProgress()
             else:
@@ -161,6 +166,8 @@ class _Run:
                 ready = self.clock()
                 placed = place_batch(batch, stage, run.mesh, run.first_row, vote)
                 state, metrics = compiled(state, placed)
+                if self.in_turn:
+                    jax.block_until_ready(metrics)
                 ahead = _Late(step + 1, metrics, waited, self.clock() - ready)
                 if late is not None:
                     begin = self._report(run, progress, late, begin)
