@@ -1,8 +1,9 @@
-"""Tokenized corpora on disk: a tensorflow-datasets builder writing ArrayRecord, and the reader.
+"""Writing corpora: a tensorflow-datasets builder in ArrayRecord, part by part, resumable and all or nothing.
 
-A corpus directory holds `part-00000/tokens/1.0.0/` and so on (each a TFDS data set that `tfds.builder_from_directory`
-opens), `lengths.npy`, `learned.npy` and `manifest.json`. It is written beside its final place and renamed when whole,
-the manifest last, so that a directory that opens is a corpus that was finished.
+A corpus is written beside its final place and renamed when whole, the manifest last, so that a directory that opens is
+a corpus that was finished. Parts that are whole (`part.json` says so, written after them) survive a build that ends
+early: the next one with the same input reads them back and goes on behind them. Where a part ends is decided by the
+examples alone, so any process may write any of them (`write_shard`, for a cluster).
 """
 
 from __future__ import annotations
@@ -11,197 +12,115 @@ import array
 import contextlib
 import errno
 import functools
-import hashlib
 import itertools
 import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from data.corpus import (
+    DATA_SET,
+    FORMAT,
+    MANIFEST,
+    READ_ERRORS,
+    VERSION,
+    ContentDigest,
+    Corpus,
+    CorpusError,
+    Part,
+    errno_of,
+    fingerprint_of,
+    learned_targets,
+    part_name,
+    reason_of,
+    sha256_of,
+)
 from data.examples import BadExample, TokenizedExample
 from data.vocabulary import Vocabulary
 
-FORMAT = 1
-_MANIFEST = "manifest.json"
-_LOCK = "build.lock"
-_DATA_SET = "tokens"
-_VERSION = "1.0.0"
+__all__ = ["Corpus", "CorpusError", "Job", "begin_shards", "build_corpus", "write_shard"]
+
+_LOCK, _JOB, _PART_DONE, _SKIPPED = "build.lock", "build.json", "part.json", "skipped.jsonl"
 _MAX_LISTED = 100
+PART_TOKENS = 1 << 24
+
+Item = TokenizedExample | BadExample
+# Items from record number `first` on, each with the number of the record it was made from (rising, not always by one).
+Items = Callable[[int], Iterable[tuple[int, Item]]]
 
 
-class CorpusError(ValueError):
-    """A corpus that cannot be written, opened or read; the message names the directory and says what to do."""
+@dataclass(frozen=True)
+class Job:
+    """What decides a corpus: name, ids, tokenizers (name -> fingerprint), any string that changes with its input."""
 
+    name: str
+    vocabulary: Vocabulary
+    input_fingerprint: str
+    tokenizers: Mapping[str, str]
+    part_tokens: int = PART_TOKENS
 
-class Corpus:
-    """A finished corpus: random access to its examples, and everything packing needs without reading them.
-
-    name: what mixtures call it. fingerprint: sha256 of its content, name, vocabulary and tokenizers.
-    lengths: int32 [N], slots each example takes in a packed row (its tokens less one).
-    learned: int32 [N, 2], learned targets of each example, text and vision.
-    counts: totals (examples, tokens, vision_tokens, learned, skipped). tokenizers: name -> fingerprint.
-    """
-
-    def __init__(self, directory: Path, manifest: Mapping[str, Any]) -> None:
-        self.directory = directory
-        self.manifest = manifest
-        self.name: str = manifest["name"]
-        self.fingerprint: str = manifest["fingerprint"]
-        self.vocabulary = Vocabulary(**manifest["vocabulary"])
-        self.tokenizers: dict[str, str] = dict(manifest["tokenizers"])
-        self.counts: dict[str, int] = dict(manifest["counts"])
-        self.lengths: NDArray[np.int32] = np.load(directory / "lengths.npy", mmap_mode="r")
-        self.learned: NDArray[np.int32] = np.load(directory / "learned.npy", mmap_mode="r")
-        self._starts = np.cumsum([0, *manifest["parts"]])[:-1]
-        self._sources: dict[int, Any] = {}
-
-    @classmethod
-    def open(cls, directory: str | os.PathLike[str]) -> Corpus:
-        """Opens a finished corpus; CorpusError (a ValueError) when it is missing, unfinished, cut or not a corpus."""
-        path = Path(directory)
-        if not path.is_dir():
-            raise CorpusError(f"no corpus at {path}: there is no such directory; build it first or correct the path")
-        try:
-            manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise CorpusError(f"{path} holds no finished corpus (no {_MANIFEST}); build it again") from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise CorpusError(f"the corpus at {path} has an unreadable {_MANIFEST} ({error}); build it again") from None
-        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-            found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
-            raise CorpusError(f"the corpus at {path} has format {found!r}, this version reads {FORMAT}; build it again")
-        try:
-            for relative, record in manifest["files"].items():
-                file = path / relative
-                size = file.stat().st_size if file.is_file() else None
-                if size != record["bytes"]:
-                    state = "missing" if size is None else f"{size} bytes instead of {record['bytes']}"
-                    raise CorpusError(f"the corpus at {path} is damaged: {relative} is {state}; build it again")
-            corpus = cls(path, manifest)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise CorpusError(f"the corpus at {path} has a malformed {_MANIFEST} ({error!r}); build it again") from None
-        except OSError as error:
-            raise CorpusError(f"the corpus at {path} cannot be read: {_reason(error)}") from None
-        if not len(corpus.lengths) == len(corpus.learned) == corpus.counts["examples"]:
-            raise CorpusError(
-                f"the corpus at {path} lists {corpus.counts['examples']} examples but {len(corpus.lengths)} lengths; "
-                "build it again"
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.name):
+            raise ValueError(
+                f"corpus name {self.name!r} must be letters, digits, '_', '-' or '.', starting with none of the last"
             )
-        return corpus
+        if self.part_tokens < 1:
+            raise ValueError(f"part_tokens is {self.part_tokens}; it must be at least 1")
 
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> TokenizedExample:
-        """Example `index` (0 .. len - 1) in the order it was built; IndexError outside."""
-        return self.read([index])[0]
-
-    def read(self, indices: Sequence[int]) -> list[TokenizedExample]:
-        """Several examples at once, in the order asked for."""
-        wanted = [int(index) for index in indices]
-        for index in wanted:
-            if not 0 <= index < len(self):
-                raise IndexError(f"corpus {self.name} has examples 0 .. {len(self) - 1}, not {index}")
-        try:
-            records = self._records(wanted)
-        except (RuntimeError, ValueError, OSError, IndexError) as error:
-            raise CorpusError(
-                f"the corpus at {self.directory} is damaged: examples {wanted[:4]} cannot be read "
-                f"({_reason(error)}); build it again"
-            ) from None
-        return [
-            TokenizedExample(
-                tokens=record["tokens"],
-                learn=np.asarray(record["learn"], np.bool_),
-                id=_text(record["id"]),
-                source=_text(record["source"]),
-            )
-            for record in records
-        ]
-
-    def verify(self) -> None:
-        """Reads everything back: file checksums, then every example against the fingerprint. CorpusError if not so."""
-        for relative, record in self.manifest["files"].items():
-            if _sha256(self.directory / relative) != record["sha256"]:
-                raise CorpusError(f"the corpus at {self.directory} is damaged: {relative} has changed; build it again")
-        digest = _ContentDigest()
-        for index in range(len(self)):
-            digest.add(self[index])
-        if _fingerprint(self.name, self.vocabulary, self.tokenizers, digest.hexdigest()) != self.fingerprint:
-            raise CorpusError(f"the corpus at {self.directory} does not match its fingerprint; build it again")
-
-    def _records(self, wanted: Sequence[int]) -> list[Any]:
-        """TFDS records of the examples asked for, read part by part."""
-        parts = np.searchsorted(self._starts, wanted, side="right") - 1
-        records: list[Any] = [None] * len(wanted)
-        for part in np.unique(parts):
-            (places,) = np.nonzero(parts == part)
-            within = [wanted[int(place)] - int(self._starts[part]) for place in places]
-            for place, record in zip(places, self._source(int(part)).__getitems__(within), strict=True):
-                records[place] = record
-        return records
-
-    def _source(self, part: int) -> Any:
-        if part not in self._sources:
-            import tensorflow_datasets as tfds
-
-            builder = tfds.builder_from_directory(str(self.directory / _part_name(part) / _DATA_SET / _VERSION))
-            self._sources[part] = builder.as_data_source(split="train")
-        return self._sources[part]
-
-    def __reduce__(self) -> tuple[Callable[[str], Corpus], tuple[str]]:
-        return Corpus.open, (str(self.directory),)
-
-    def __repr__(self) -> str:
-        return f"Corpus({self.name!r}, {len(self)} examples, {str(self.directory)!r})"
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "name": self.name,
+            "vocabulary": self.vocabulary.to_dict(),
+            "input_fingerprint": self.input_fingerprint,
+            "tokenizers": dict(self.tokenizers),
+        }
 
 
 def build_corpus(
     directory: str | os.PathLike[str],
     name: str,
-    examples: Iterable[TokenizedExample | BadExample],
+    examples: Iterable[Item] | Items,
     *,
     vocabulary: Vocabulary,
     input_fingerprint: str,
     tokenizers: Mapping[str, str] | None = None,
-    part_tokens: int = 1 << 24,
+    part_tokens: int = PART_TOKENS,
     overwrite: bool = False,
     max_skipped_share: float = 0.1,
     progress: Callable[[int], None] | None = None,
 ) -> Corpus:
     """Writes `examples` as a corpus in `directory` and opens it; returns at once when it is already there and whole.
 
+    examples: in order, the same ones every time; or a function that gives them from a record on (`Items`), so that a
+        build that goes on need not make again what is written.
     input_fingerprint: any string that changes when the examples would (manifest, tokenizers, options); a finished
         corpus made from other input is an error unless `overwrite`.
     tokenizers: name -> fingerprint, kept in the manifest.
-    part_tokens: tokens to a part, each one TFDS data set of one ArrayRecord file. A part is held in memory while it is
-        written (TFDS without TensorFlow cannot spill to disk, and fails beyond 1 GB), about 10 bytes a token.
-    max_skipped_share: BadExamples, and examples with no slot or no learned target, are left out and listed in the
-        manifest; CorpusError when they are more than this share of all.
+    part_tokens: tokens to a part, each one TFDS data set of one ArrayRecord file, and what a build that ends early can
+        lose. A part is held in memory while it is written (TFDS without TensorFlow cannot spill to disk, and fails
+        beyond 1 GB), about 10 bytes a token.
+    max_skipped_share: BadExamples, and examples with no slot or no learned target, are left out and listed (in
+        `skipped.jsonl`, the first in the manifest); CorpusError when they are more than this share of all.
     progress: called with the number of examples seen so far, after each.
 
     Errors in `examples` pass through. CorpusError (a ValueError) when nothing is left to write, or the directory
     cannot be written (full, not permitted, being built by another process).
     """
     path = Path(directory).absolute()
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
-        raise ValueError(
-            f"corpus name {name!r} must be letters, digits, '_', '-' or '.', starting with none of the last"
-        )
+    job = Job(name, vocabulary, input_fingerprint, dict(tokenizers or {}), part_tokens)
     if not 0 <= max_skipped_share <= 1:
         raise ValueError(f"max_skipped_share is {max_skipped_share}; it must lie between 0 and 1")
-    if part_tokens < 1:
-        raise ValueError(f"part_tokens is {part_tokens}; it must be at least 1")
     finished = _finished(path, name, input_fingerprint, overwrite)
     if finished is not None:
         return finished
-    partial = path.with_name(f".{path.name}.partial")
+    partial = partial_directory(path)
     try:
         with _claim(partial):
             # Another process may have finished it between the look above and the claim.
@@ -209,25 +128,59 @@ def build_corpus(
             if finished is not None:
                 shutil.rmtree(partial, ignore_errors=True)
                 return finished
+            tally = _Tally(job, progress)
             try:
-                feed = _write_parts(partial, name, examples, vocabulary, part_tokens, max_skipped_share, progress)
-                _write_manifest(partial, name, vocabulary, input_fingerprint, dict(tokenizers or {}), feed)
+                _keep_whole_parts(partial, job, tally)
+                _write_parts(partial, examples if callable(examples) else _numbered(examples), tally)
+                _check_skipped(partial, tally, max_skipped_share)
+                _write_manifest(partial, tally)
                 _move_into_place(partial, path)
             except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)
+                if not tally.parts:
+                    shutil.rmtree(partial, ignore_errors=True)
                 raise
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         advice = "free some space" if full else "choose a writable directory"
-        raise CorpusError(f"corpus {name!r} cannot be written at {path}: {_reason(error)}; {advice}") from error
+        raise CorpusError(f"corpus {name!r} cannot be written at {path}: {reason_of(error)}; {advice}") from error
     return Corpus.open(path)
+
+
+def partial_directory(directory: str | os.PathLike[str]) -> Path:
+    """Where a corpus of `directory` is written before it is whole."""
+    path = Path(directory).absolute()
+    return path.with_name(f".{path.name}.partial")
+
+
+def write_shard(directory: str | os.PathLike[str], job: Job, part: int, records: range, items: Items) -> int:
+    """Writes part number `part` of a corpus, made of these records, unless it is there; returns its number of examples.
+
+    For a cluster: `begin_shards` once, then shards in any order by any process, a shard again where its writer died,
+    and `build_corpus` with the same input at the end, which finds all parts whole and puts the corpus in place.
+    """
+    partial = partial_directory(directory)
+    done = _read_json(partial / part_name(part) / _PART_DONE)
+    if done is not None:
+        return int(done["examples"])
+    tally = _Tally(job, None)
+    mine = itertools.takewhile(lambda pair: pair[0] < records.stop, items(records.start))
+    examples = [example for _, example in tally.good(mine)]
+    _write_part(partial, part, examples, records.stop, tally.skipped_before(records.stop))
+    return len(examples)
+
+
+def begin_shards(directory: str | os.PathLike[str], job: Job) -> None:
+    """Makes the directory that `write_shard` writes to; parts that are whole stay there if they are of the same job."""
+    partial = partial_directory(directory)
+    with _claim(partial):
+        _keep_whole_parts(partial, job, None)
 
 
 def _finished(path: Path, name: str, input_fingerprint: str, overwrite: bool) -> Corpus | None:
     """The corpus at `path` if it is whole and made from this input; None when there is something to build."""
     if not path.exists():
         return None
-    if not path.is_dir() or (any(path.iterdir()) and not (path / _MANIFEST).exists()):
+    if not path.is_dir() or (any(path.iterdir()) and not (path / MANIFEST).exists()):
         raise CorpusError(f"{path} exists and is not a corpus; choose another directory for corpus {name!r}")
     try:
         corpus = Corpus.open(path)
@@ -245,7 +198,7 @@ def _finished(path: Path, name: str, input_fingerprint: str, overwrite: bool) ->
 
 @contextlib.contextmanager
 def _claim(partial: Path) -> Iterator[None]:
-    """Makes `partial` empty and this process's own until the block ends; the claim dies with its process."""
+    """Makes `partial` this process's own until the block ends; the claim dies with its process."""
     import fcntl
 
     lock = partial / _LOCK
@@ -259,122 +212,177 @@ def _claim(partial: Path) -> Iterator[None]:
             # The owner before us may have moved or removed the directory after we opened the lock in it.
             if not (lock.exists() and os.path.samestat(os.stat(lock), os.fstat(handle.fileno()))):
                 continue
-            for entry in partial.iterdir():
-                if entry.is_dir():
-                    shutil.rmtree(entry)
-                elif entry.name != _LOCK:
-                    entry.unlink()
             yield
             return
 
 
-class _Feed:
-    """Passes good examples on, keeping their lengths and a digest; keeps apart what it left out and what went wrong."""
+def _numbered(examples: Iterable[Item]) -> Items:
+    return lambda first: itertools.islice(enumerate(examples), first, None)
 
-    def __init__(
-        self,
-        examples: Iterable[TokenizedExample | BadExample],
-        vocabulary: Vocabulary,
-        progress: Callable[[int], None] | None,
-    ) -> None:
-        self._examples = examples
-        self._vocabulary = vocabulary
+
+def _keep_whole_parts(partial: Path, job: Job, tally: _Tally | None) -> None:
+    """Counts in the parts that an earlier build of the same job finished, and removes everything else."""
+    same = _read_json(partial / _JOB) == job.to_json()
+    kept = [_LOCK, _JOB] if same else [_LOCK]
+    for index in itertools.count():
+        directory = partial / part_name(index)
+        done = _read_json(directory / _PART_DONE) if same else None
+        if done is None or (tally is not None and not tally.take_part(directory, done)):
+            break
+        kept.append(directory.name)
+    if tally is None and same:
+        # Shards are finished in any order.
+        kept = [entry.name for entry in partial.iterdir() if entry.is_file() or (entry / _PART_DONE).exists()]
+    for entry in partial.iterdir():
+        if entry.name not in kept:
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    if not same:
+        _write_json(partial / _JOB, job.to_json())
+
+
+class _Tally:
+    """What is known of the examples so far: lengths, counts, a digest, what was left out, and the parts written."""
+
+    def __init__(self, job: Job, progress: Callable[[int], None] | None) -> None:
+        self.job = job
         self._progress = progress
         self.lengths = array.array("i")
         self.learned = array.array("i")
         self.counts = dict.fromkeys(("examples", "tokens", "vision_tokens", "learned", "skipped"), 0)
-        self.skipped: list[dict[str, str]] = []
-        self.digest = _ContentDigest()
+        self.skipped: list[tuple[int, dict[str, str]]] = []
+        self.digest = ContentDigest()
         self.parts: list[int] = []
+        self.next_record = 0
 
-    def __iter__(self) -> Iterator[TokenizedExample]:
-        for done, example in enumerate(self._examples, start=1):
-            reason = example.reason if isinstance(example, BadExample) else self._take(example)
+    def good(self, items: Iterable[tuple[int, Item]]) -> Iterator[tuple[int, TokenizedExample]]:
+        """Passes usable examples on and counts them in; keeps apart what is left out."""
+        seen = self.counts["examples"] + self.counts["skipped"]
+        for done, (record, item) in enumerate(items, start=seen + 1):
+            reason = item.reason if isinstance(item, BadExample) else self._take(item)
             if reason is not None:
                 self.counts["skipped"] += 1
-                if len(self.skipped) < _MAX_LISTED:
-                    self.skipped.append({"id": example.id, "source": example.source, "reason": reason})
-            elif isinstance(example, TokenizedExample):
-                yield example
+                self.skipped.append((record, {"id": item.id, "source": item.source, "reason": reason}))
+            elif isinstance(item, TokenizedExample):
+                yield record, item
             if self._progress is not None:
                 self._progress(done)
 
+    def take_part(self, directory: Path, done: Mapping[str, Any]) -> bool:
+        """Counts in a part on disk; False where it cannot be read back."""
+        examples: list[TokenizedExample] = []
+        if done["examples"]:
+            try:
+                part = Part(directory)
+                if len(part) != done["examples"]:
+                    return False
+                examples = part.read(range(len(part)))
+            except READ_ERRORS:
+                return False
+        for example in examples:
+            unusable = self._take(example)
+            assert unusable is None, unusable
+        self.skipped += [(int(done["next"]) - 1, record) for record in done["skipped"]]
+        self.counts["skipped"] += len(done["skipped"])
+        self.parts.append(len(examples))
+        self.next_record = int(done["next"])
+        return True
+
+    def skipped_before(self, record: int, first: int = 0) -> list[dict[str, str]]:
+        """What records first .. record - 1 lost."""
+        return [entry for number, entry in self.skipped if first <= number < record]
+
     def _take(self, example: TokenizedExample) -> str | None:
         """Counts an example in, or says why it is left out."""
-        tokens, learn = example.tokens, example.learn
+        tokens = example.tokens
         if tokens.size < 2:
             return f"{tokens.size} tokens; at least 2 are needed to predict one from another"
-        if int(tokens.min()) < 0 or int(tokens.max()) >= self._vocabulary.size:
+        vocabulary = self.job.vocabulary
+        if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary.size:
             raise ValueError(
                 f"example {example.id!r} has ids {int(tokens.min())} .. {int(tokens.max())}; the vocabulary has "
-                f"0 .. {self._vocabulary.size - 1}, so it was made with other tokenizers"
+                f"0 .. {vocabulary.size - 1}, so it was made with other tokenizers"
             )
-        vision = self._vocabulary.is_vision(tokens)
-        # The first token is never a target: nothing stands before it.
-        text_targets = int((learn & ~vision)[1:].sum())
-        vision_targets = int((learn & vision)[1:].sum())
-        if text_targets + vision_targets == 0:
+        targets = learned_targets(example, vocabulary)
+        if not any(targets):
             return "no learned target"
         self.lengths.append(tokens.size - 1)
-        self.learned.extend((text_targets, vision_targets))
+        self.learned.extend(targets)
         self.counts["examples"] += 1
         self.counts["tokens"] += tokens.size
-        self.counts["vision_tokens"] += int(vision.sum())
-        self.counts["learned"] += text_targets + vision_targets
+        self.counts["vision_tokens"] += int(vocabulary.is_vision(tokens).sum())
+        self.counts["learned"] += sum(targets)
         self.digest.add(example)
         return None
 
 
-def _write_parts(
-    partial: Path,
-    name: str,
-    examples: Iterable[TokenizedExample | BadExample],
-    vocabulary: Vocabulary,
-    part_tokens: int,
-    max_skipped_share: float,
-    progress: Callable[[int], None] | None,
-) -> _Feed:
-    feed = _Feed(examples, vocabulary, progress)
-    good = iter(feed)
-    # One example ahead, because TFDS refuses a data set without any.
-    waiting = list(itertools.islice(good, 1))
-    while waiting:
-        part = list(_take_part(waiting, good, part_tokens))
-        feed.parts.append(len(part))
-        _write_part(partial, len(feed.parts) - 1, part)
-    seen = feed.counts["examples"] + feed.counts["skipped"]
-    first = f"; the first: {feed.skipped[0]['id']!r}, {feed.skipped[0]['reason']}" if feed.skipped else ""
-    if feed.counts["examples"] == 0:
-        raise CorpusError(f"corpus {name!r} would be empty: {seen} examples were given, none usable{first}")
-    if feed.counts["skipped"] > max_skipped_share * seen:
-        raise CorpusError(
-            f"corpus {name!r}: {feed.counts['skipped']} of {seen} examples are unusable, more than the allowed "
-            f"{max_skipped_share:.0%}{first}"
-        )
-    np.save(partial / "lengths.npy", np.asarray(feed.lengths, np.int32))
-    np.save(partial / "learned.npy", np.asarray(feed.learned, np.int32).reshape(-1, 2))
-    return feed
+def _write_parts(partial: Path, items: Items, tally: _Tally) -> None:
+    good = tally.good(items(tally.next_record))
+    # One example ahead, to know whether the one before was the last of its record.
+    waiting = next(good, None)
+    first = tally.next_record
+    while waiting is not None:
+        part: list[TokenizedExample] = []
+        num_tokens, record = 0, waiting[0]
+        while waiting is not None:
+            over = num_tokens + len(waiting[1]) > tally.job.part_tokens
+            if part and over and waiting[0] != record:
+                break
+            record, example = waiting
+            part.append(example)
+            num_tokens += len(example)
+            waiting = next(good, None)
+        stop = record + 1 if waiting is None else waiting[0]
+        _write_part(partial, len(tally.parts), part, stop, tally.skipped_before(stop, first))
+        tally.parts.append(len(part))
+        first = stop
 
 
-def _take_part(
-    waiting: list[TokenizedExample], good: Iterator[TokenizedExample], part_tokens: int
-) -> Iterator[TokenizedExample]:
-    """Examples until they hold `part_tokens`, at least one; the one too many stays in `waiting`."""
-    num_tokens = 0
-    while waiting:
-        if num_tokens and num_tokens + len(waiting[0]) > part_tokens:
-            return
-        example = waiting.pop()
-        num_tokens += len(example)
-        yield example
-        waiting.extend(itertools.islice(good, 1))
+def _check_skipped(partial: Path, tally: _Tally, max_skipped_share: float) -> None:
+    seen = tally.counts["examples"] + tally.counts["skipped"]
+    if tally.counts["skipped"] <= max_skipped_share * seen and tally.counts["examples"]:
+        return
+    # What was left out may be mended before the next try: only parts without any of it are kept.
+    for index in range(_first_part_with_skips(partial, tally), len(tally.parts)):
+        shutil.rmtree(partial / part_name(index))
+        tally.parts.pop()
+    reason = ""
+    if tally.skipped:
+        entry = tally.skipped[0][1]
+        reason = f"; the first: {entry['id']!r}, {entry['reason']}"
+    name = tally.job.name
+    if not tally.counts["examples"]:
+        raise CorpusError(f"corpus {name!r} would be empty: {seen} examples were given, none usable{reason}")
+    raise CorpusError(
+        f"corpus {name!r}: {tally.counts['skipped']} of {seen} examples are unusable, more than the allowed "
+        f"{max_skipped_share:.0%}{reason}"
+    )
 
 
-def _write_part(partial: Path, index: int, examples: Sequence[TokenizedExample]) -> None:
+def _first_part_with_skips(partial: Path, tally: _Tally) -> int:
+    for index in range(len(tally.parts)):
+        done = _read_json(partial / part_name(index) / _PART_DONE)
+        if done is None or done["skipped"]:
+            return index
+    return len(tally.parts)
+
+
+def _write_part(
+    partial: Path, index: int, examples: Sequence[TokenizedExample], next_record: int, skipped: list[dict[str, str]]
+) -> None:
+    directory = partial / part_name(index)
+    directory.mkdir(parents=True, exist_ok=True)
+    if examples:
+        _write_data_set(directory, examples)
+    for file in directory.rglob("*"):
+        if file.is_file():
+            _flush(file)
+    _write_json(directory / _PART_DONE, {"examples": len(examples), "next": next_record, "skipped": skipped})
+
+
+def _write_data_set(directory: Path, examples: Sequence[TokenizedExample]) -> None:
     import tensorflow_datasets as tfds
 
     tfds.disable_progress_bar()
-    directory = partial / _part_name(index)
     downloads = directory / "downloads"
     builder = _builder_class()(examples, data_dir=str(directory))
     config = tfds.download.DownloadConfig(try_download_gcs=False, num_shards=1)
@@ -382,7 +390,7 @@ def _write_part(partial: Path, index: int, examples: Sequence[TokenizedExample])
         builder.download_and_prepare(download_dir=str(downloads), download_config=config)
     except RuntimeError as error:
         # What the ArrayRecord writer raises, whatever the system's reason.
-        raise OSError(_errno_of(error), _reason(error)) from error
+        raise OSError(errno_of(error), reason_of(error)) from error
     shutil.rmtree(downloads, ignore_errors=True)
 
 
@@ -394,8 +402,8 @@ def _builder_class() -> Any:
     class Tokens(tfds.core.GeneratorBasedBuilder):
         """Token ids and learned flags of one part of a corpus, one record an example, in the order given."""
 
-        name = _DATA_SET
-        VERSION = tfds.core.Version(_VERSION)
+        name = DATA_SET
+        VERSION = tfds.core.Version(VERSION)
         # Where TFDS would look for citations and checksums; searching for them needs a package TFDS does not require.
         pkg_dir_path = Path(__file__).parent
         code_path = None
@@ -431,34 +439,32 @@ def _builder_class() -> Any:
     return Tokens
 
 
-def _part_name(index: int) -> str:
-    return f"part-{index:05d}"
-
-
-def _write_manifest(
-    partial: Path, name: str, vocabulary: Vocabulary, input_fingerprint: str, tokenizers: dict[str, str], feed: _Feed
-) -> None:
-    files = sorted(file for file in partial.rglob("*") if file.is_file() and file.name != _LOCK)
+def _write_manifest(partial: Path, tally: _Tally) -> None:
+    job = tally.job
+    np.save(partial / "lengths.npy", np.asarray(tally.lengths, np.int32))
+    np.save(partial / "learned.npy", np.asarray(tally.learned, np.int32).reshape(-1, 2))
+    if tally.skipped:
+        lines = (json.dumps(entry, ensure_ascii=False) for _, entry in tally.skipped)
+        (partial / _SKIPPED).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    ours = (_LOCK, _JOB, _PART_DONE)
+    files = sorted(file for file in partial.rglob("*") if file.is_file() and file.name not in ours)
     for file in files:
         _flush(file)
     manifest = {
-        "format": FORMAT,
-        "name": name,
-        "fingerprint": _fingerprint(name, vocabulary, tokenizers, feed.digest.hexdigest()),
-        "input_fingerprint": input_fingerprint,
-        "vocabulary": vocabulary.to_dict(),
-        "tokenizers": tokenizers,
-        "counts": feed.counts,
-        "parts": feed.parts,
-        "skipped": feed.skipped,
+        **job.to_json(),
+        "fingerprint": fingerprint_of(job.name, job.vocabulary, job.tokenizers, tally.digest.hexdigest()),
+        "counts": tally.counts,
+        "parts": tally.parts,
+        "skipped": [entry for _, entry in tally.skipped[:_MAX_LISTED]],
         "files": {
-            file.relative_to(partial).as_posix(): {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+            file.relative_to(partial).as_posix(): {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
             for file in files
         },
     }
-    path = partial / _MANIFEST
-    path.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    _flush(path)
+    _write_json(partial / MANIFEST, manifest)
+    # From here on it is a corpus: nothing says any more that it was a build.
+    for leftover in (partial / _JOB, *partial.glob(f"*/{_PART_DONE}")):
+        leftover.unlink()
 
 
 def _move_into_place(partial: Path, path: Path) -> None:
@@ -472,51 +478,21 @@ def _move_into_place(partial: Path, path: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-class _ContentDigest:
-    """sha256 over ids, sources, tokens and learned flags, in order."""
-
-    def __init__(self) -> None:
-        self._sha = hashlib.sha256()
-
-    def add(self, example: TokenizedExample) -> None:
-        head = json.dumps([example.id, example.source, int(example.tokens.size)])
-        self._sha.update(head.encode())
-        self._sha.update(example.tokens.astype("<i4", copy=False).tobytes())
-        self._sha.update(np.packbits(example.learn).tobytes())
-
-    def hexdigest(self) -> str:
-        return self._sha.hexdigest()
+def _write_json(file: Path, content: Any) -> None:
+    """Whole or not at all: what reads it takes its being there for the mark of something finished."""
+    partial = file.with_name(f".{file.name}.partial")
+    partial.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    _flush(partial)
+    partial.replace(file)
 
 
-def _fingerprint(name: str, vocabulary: Vocabulary, tokenizers: Mapping[str, str], content: str) -> str:
-    facts = {"format": FORMAT, "name": name, "vocabulary": vocabulary.to_dict(), "tokenizers": dict(tokenizers)}
-    return hashlib.sha256(json.dumps({**facts, "content": content}, sort_keys=True).encode()).hexdigest()
-
-
-def _sha256(file: Path) -> str:
-    with open(file, "rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
+def _read_json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def _flush(file: Path) -> None:
     with open(file, "rb") as handle:
         os.fsync(handle.fileno())
-
-
-def _text(value: bytes | str) -> str:
-    return value.decode("utf-8") if isinstance(value, bytes) else value
-
-
-def _errno_of(error: BaseException) -> int:
-    """The writer's C++ errors carry the system's reason as text only."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno
-    known = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EFBIG)
-    return next((code for code in known if os.strerror(code) in str(error)), errno.EIO)
-
-
-def _reason(error: BaseException) -> str:
-    code = _errno_of(error)
-    if isinstance(error, OSError) or code != errno.EIO:
-        return os.strerror(code)
-    return " ".join(str(error).split())[:200] or type(error).__name__

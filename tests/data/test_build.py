@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.build import Corpus, build_corpus
+from data.build import Corpus, Job, begin_shards, build_corpus, write_shard
 from data.examples import BadExample, TokenizedExample
 from data.vocabulary import Vocabulary
 
@@ -256,3 +256,61 @@ def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="No space left on device; free some space"):
         build(tmp_path / "c")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_build_that_ends_early_goes_on_behind_its_whole_parts(tmp_path):
+    """What was left out is counted once, the examples of a record stay together, and all is as if made at once."""
+    bad = BadExample("bad", "bad.mp4", "bad.mp4: no video stream")
+    records = [[bad if k == 7 else example, example] for k, example in enumerate(make_examples(30))]
+    asked = []
+
+    def items(first, stop=30):
+        asked.append(first)
+        for number in range(first, 30):
+            if number == stop:
+                raise RuntimeError("the power failed")
+            for item in records[number]:
+                yield number, item
+
+    whole = build(tmp_path / "whole", items)
+    with pytest.raises(RuntimeError, match="power"):
+        build(tmp_path / "c", lambda first: items(first, 20), part_tokens=150)
+    parts = sorted((tmp_path / ".c.partial").glob("part-*"))
+    assert len(parts) > 3
+    # The last part loses its mark: it counts as half-written.
+    (parts[-1] / "part.json").unlink()
+    corpus = build(tmp_path / "c", items, part_tokens=150)
+    assert asked[:2] == [0, 0]
+    assert 7 < asked[2] < 20
+    assert corpus.fingerprint == whole.fingerprint
+    assert corpus.counts == whole.counts
+    assert corpus.counts["skipped"] == 1
+    np.testing.assert_array_equal(corpus.lengths, whole.lengths)
+    corpus.verify()
+    assert json.loads((corpus.directory / "skipped.jsonl").read_text())["reason"].endswith("no video stream")
+    assert not list(corpus.directory.rglob("part.json"))
+    # Parts of other input are not taken over.
+    with pytest.raises(RuntimeError, match="power"):
+        build(tmp_path / "d", lambda first: items(first, 20), part_tokens=150)
+    build(tmp_path / "d", items, part_tokens=150, input_fingerprint="other")
+    assert asked[-1] == 0
+
+
+def test_shards_written_in_any_order_make_the_same_corpus(tmp_path):
+    examples = list(make_examples(30))
+
+    def items(first):
+        return ((number, examples[number]) for number in range(first, 30))
+
+    job = Job("small", VOCABULARY, "input-a", {"text": "t"})
+    begin_shards(tmp_path / "c", job)
+    shards = [range(0, 12), range(12, 13), range(13, 30)]
+    for part in (2, 0):
+        write_shard(tmp_path / "c", job, part, shards[part], items)
+    begin_shards(tmp_path / "c", job)
+    counts = [write_shard(tmp_path / "c", job, part, records, items) for part, records in enumerate(shards)]
+    assert counts == [12, 1, 17]
+    corpus = build(tmp_path / "c", lambda first: items(first) if first < 30 else [])
+    assert corpus.manifest["parts"] == counts
+    assert corpus.fingerprint == build(tmp_path / "whole").fingerprint
+    corpus.verify()
