@@ -1,4 +1,4 @@
-"""Examples as ordered spans of text, image and video: templates, JSONL manifests, and spans -> tokens.
+"""Examples as ordered spans of text, image and video: templates, and spans -> tokens.
 
 An example becomes BOS, then its spans in order. Text is encoded as it stands. An image or a video is `<vision>`, the
 ids of its frames (`data.vocabulary`), `</vision>`; the two markers are text (arXiv 2402.08268, section 4). EOS follows
@@ -7,14 +7,14 @@ every run of learned spans, as its last learned token: the end of a document or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from data.text import VISION_END, VISION_START, TextTokenizer
-from data.video import VideoError, read_frames
+from data.video import read_frames, read_image
 from data.vocabulary import Vocabulary
 
 KINDS = ("text", "image", "video")
@@ -25,10 +25,11 @@ EncodeFrames = Callable[[NDArray[np.uint8]], ArrayLike]
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """One piece of an example: text, or an image or video given by exactly one of path, pixels and codes.
+    """One piece of an example: text, or an image or video given by exactly one of path, content, pixels and codes.
 
     kind: "text", "image" or "video". learn: whether the model is trained to produce it.
-    text: for kind "text". path: a file to read; pixels: uint8 [T, H, W, 3]; codes: int [T, n], already encoded.
+    text: for kind "text". path: a file to read; content: the bytes of an image file; pixels: uint8 [T, H, W, 3];
+    codes: int [T, n], already encoded.
     fps, num_frames, start, end: which frames of the file, as in `data.video.read_frames`.
     """
 
@@ -36,6 +37,7 @@ class Span:
     learn: bool = False
     text: str | None = None
     path: str | None = None
+    content: bytes | None = None
     pixels: NDArray[np.uint8] | None = None
     codes: NDArray[np.integer] | None = None
     fps: float | None = None
@@ -46,7 +48,7 @@ class Span:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind is {self.kind!r}; it must be one of {', '.join(KINDS)}")
-        media = [name for name in ("path", "pixels", "codes") if getattr(self, name) is not None]
+        media = [name for name in ("path", "content", "pixels", "codes") if getattr(self, name) is not None]
         if self.kind == "text":
             if not self.text:
                 raise ValueError("text is empty or missing; a text span needs it")
@@ -56,8 +58,10 @@ class Span:
             raise ValueError(f"text is given in a span of kind {self.kind}; give it in a text span of its own")
         elif len(media) != 1:
             raise ValueError(
-                f"a span of kind {self.kind} needs one of path, pixels and codes; it has {media or 'none'}"
+                f"a span of kind {self.kind} needs one of path, content, pixels and codes; it has {media or 'none'}"
             )
+        elif self.content is not None and self.kind != "image":
+            raise ValueError("content is given in a span of kind video; only images can be given as bytes")
         chosen = [name for name in ("fps", "num_frames", "start", "end") if getattr(self, name) is not None]
         if chosen and (self.kind != "video" or self.path is None):
             raise ValueError(f"{chosen[0]} is given, but only a video with a path has frames to choose")
@@ -152,6 +156,22 @@ def from_text(caption: str, media: Span, *, system: str = SYSTEM, id: str = "", 
     return Example((Span("text", text=generation_prompt(caption, media.kind, system)), media), id, source)
 
 
+def alone(media: Span, *, id: str = "", source: str = "") -> Example:
+    """An image or video without words, learned: what follows `<vision>` where nothing was asked for."""
+    return Example((media,), id, source)
+
+
+def document_questions(
+    text: str, pairs: Sequence[tuple[str, str]], *, system: str = SYSTEM, id: str = "", source: str = ""
+) -> Example:
+    """A document, then questions about it and their learned answers, all at its end: `USER: {question} ASSISTANT:`."""
+    spans = [Span("text", text=f"{system} {text}" if system else text)]
+    for asked, answer in pairs:
+        spans.append(Span("text", text=f" USER: {asked} ASSISTANT:"))
+        spans.append(Span("text", learn=True, text=answer))
+    return Example(tuple(spans), id, source)
+
+
 def generation_prompt(caption: str, kind: str, system: str = SYSTEM) -> str:
     """What stands before `<vision>` when an image or a video is asked for."""
     opening = f"{system} USER:" if system else "USER:"
@@ -182,44 +202,43 @@ def tokenize(
             f"the text tokenizer has {tokenizer.size} pieces, vocabulary.text_size is {vocabulary.text_size}; "
             "they must be made for each other"
         )
-    tokens: list[NDArray[np.int32]] = []
-    learn: list[NDArray[np.bool_]] = []
+    pieces = [
+        (
+            vocabulary.vision_tokens(_codes(piece, encode_frames, frame_size, fps))
+            if isinstance(piece, Span)
+            else piece,
+            learn,
+        )
+        for piece, learn in lay_out(example, tokenizer)
+    ]
+    return joined(pieces, example.id, example.source)
+
+
+def lay_out(example: Example, tokenizer: TextTokenizer) -> list[tuple[NDArray[np.int32] | Span, bool]]:
+    """The pieces of an example in order, and whether each is learned: ids of text and markers, and spans of media."""
+    pieces: list[tuple[NDArray[np.int32] | Span, bool]] = []
 
     def add(ids: ArrayLike, learned: bool) -> None:
-        array = np.asarray(ids, np.int32)
-        tokens.append(array)
-        learn.append(np.full(array.size, learned))
+        pieces.append((np.asarray(ids, np.int32), learned))
 
     add([tokenizer.bos_id], False)
     for position, span in enumerate(example.spans):
         if span.text is not None:
             add(tokenizer.encode(span.text), span.learn)
         else:
-            codes = _codes(span, encode_frames, frame_size, fps)
             add(tokenizer.encode(VISION_START), False)
-            add(vocabulary.vision_tokens(codes), span.learn)
+            pieces.append((span, span.learn))
             add(tokenizer.encode(VISION_END), span.learn)
         run_ends = position + 1 == len(example.spans) or not example.spans[position + 1].learn
         if span.learn and run_ends:
             add([tokenizer.eos_id], True)
-    return TokenizedExample(np.concatenate(tokens), np.concatenate(learn), example.id, example.source)
+    return pieces
 
 
-def tokenize_all(
-    examples: Iterable[Example],
-    tokenizer: TextTokenizer,
-    vocabulary: Vocabulary,
-    encode_frames: EncodeFrames | None = None,
-    *,
-    frame_size: int | None = None,
-    fps: float = 1.0,
-) -> Iterator[TokenizedExample | BadExample]:
-    """`tokenize` for each; a file that cannot be read gives a BadExample, for `data.build` to count."""
-    for example in examples:
-        try:
-            yield tokenize(example, tokenizer, vocabulary, encode_frames, frame_size=frame_size, fps=fps)
-        except VideoError as error:
-            yield BadExample(example.id, example.source, str(error))
+def joined(pieces: Sequence[tuple[NDArray[np.int32], bool]], id: str, source: str) -> TokenizedExample:
+    """Pieces of ids as one example."""
+    learn = np.repeat([learned for _, learned in pieces], [ids.size for ids, _ in pieces])
+    return TokenizedExample(np.concatenate([ids for ids, _ in pieces]), learn, id, source)
 
 
 def untokenize(
@@ -257,19 +276,30 @@ def _codes(span: Span, encode_frames: EncodeFrames | None, frame_size: int | Non
         return np.asarray(span.codes)
     if encode_frames is None:
         raise ValueError(f"a span of kind {span.kind} needs a vision tokenizer, and none was given")
-    pixels = span.pixels
-    if pixels is None:
-        assert span.path is not None
-        chosen = span.fps is not None or span.num_frames is not None or span.kind == "image"
-        frames = read_frames(
-            span.path,
-            fps=span.fps if chosen else fps,
-            num_frames=1 if span.kind == "image" else span.num_frames,
-            size=frame_size,
-            start=span.start,
-            end=span.end,
-        )
-        pixels = frames.pixels
+    return checked_codes(encode_frames, frames_of(span, frame_size, fps))
+
+
+def frames_of(span: Span, frame_size: int | None, fps: float) -> NDArray[np.uint8]:
+    """The pixels of a span of media, uint8 [T, H, W, 3], read where they are not given; `fps` where it does not say."""
+    if span.pixels is not None:
+        return span.pixels
+    if span.content is not None:
+        return read_image(span.content, size=frame_size)[None]
+    assert span.path is not None
+    chosen = span.fps is not None or span.num_frames is not None or span.kind == "image"
+    frames = read_frames(
+        span.path,
+        fps=span.fps if chosen else fps,
+        num_frames=1 if span.kind == "image" else span.num_frames,
+        size=frame_size,
+        start=span.start,
+        end=span.end,
+    )
+    return frames.pixels
+
+
+def checked_codes(encode_frames: EncodeFrames, pixels: NDArray[np.uint8]) -> NDArray[np.integer]:
+    """Codes int [T, n] of pixels [T, H, W, 3]; ValueError where the encoder gives anything else."""
     codes = np.asarray(encode_frames(pixels))
     if codes.ndim < 2 or codes.shape[0] != pixels.shape[0]:
         raise ValueError(

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.video import FrameStream, Sampling, VideoError, read_frames
+from data.container import Index
+from data.readers import seek_frames, worth_seeking
+from data.video import FrameStream, Sampling, VideoError, read_frames, read_image, seconds_of
 
 # importlib mode keeps the tests' folder off the path.
 _spec = importlib.util.spec_from_file_location("clips", Path(__file__).with_name("clips.py"))
@@ -28,8 +30,22 @@ CLASSES = {
     "h264.mkv": {},
     "h264.mov": {},
     "h264.ts": {},
+    "h264.flv": {},
+    "open_gop.mp4": {"keyframe_every": 6, "options": {"x264-params": "open-gop=1:scenecut=0:bframes=2"}},
+    "intra_refresh.mkv": {"keyframe_every": 6, "options": {"x264-params": "intra-refresh=1:scenecut=0:bframes=0"}},
     "hevc.mp4": {"codec": "libx265", "options": {"x265-params": "log-level=none"}},
-    "vp9.webm": {"codec": "libvpx-vp9"},
+    "open_gop_hevc.mkv": {
+        "codec": "libx265",
+        "keyframe_every": 6,
+        "options": {"x265-params": "log-level=none:open-gop=1:keyint=6:min-keyint=6:scenecut=0:bframes=2"},
+    },
+    "vp8.webm": {"codec": "libvpx"},
+    "vp9.webm": {"codec": "libvpx-vp9", "keyframe_every": 6, "options": {"deadline": "realtime", "cpu-used": "8"}},
+    "vp9.mkv": {"codec": "libvpx-vp9", "options": {"deadline": "realtime", "cpu-used": "8"}},
+    "av1.mp4": {"codec": "libsvtav1", "keyframe_every": 6, "options": {"preset": "12"}},
+    "av1.webm": {"codec": "libsvtav1", "options": {"preset": "12"}},
+    "wmv2.wmv": {"codec": "wmv2"},
+    "prores.mov": {"codec": "prores_ks", "pixel_format": "yuv422p10le"},
     "mpeg2.mpg": {"codec": "mpeg2video", "fps": 25},
     "mpeg4_b.avi": {"codec": "mpeg4", "options": {"bf": "2"}},
     "mpeg4_b.mp4": {"codec": "mpeg4", "options": {"bf": "2"}},
@@ -55,6 +71,61 @@ def test_every_frame_of_every_class_is_the_right_one(tmp_path, name):
     assert numbers(read_frames(path, fps=fps / 4)) == [0, 4, 8, 12, 16]
     assert numbers(read_frames(path, num_frames=4)) == [2, 7, 12, 17]
     assert numbers(read_frames(path, start=3 / fps, end=7 / fps)) == [3, 4, 5, 6]
+
+
+LONG = {
+    "h264.mp4": {"keyframe_every": 6},
+    "sub.mkv": {"keyframe_every": 6},
+    "open_gop.mp4": CLASSES["open_gop.mp4"],
+    "open_gop_hevc.mkv": CLASSES["open_gop_hevc.mkv"],
+    "intra_refresh.mkv": CLASSES["intra_refresh.mkv"],
+    "vp9.webm": CLASSES["vp9.webm"],
+    "av1.mp4": CLASSES["av1.mp4"],
+    "h264.ts": {"keyframe_every": 6},
+    "mpeg4_b.mp4": {**CLASSES["mpeg4_b.mp4"], "keyframe_every": 6},
+    "mjpeg.mov": CLASSES["mjpeg.mov"],
+}
+SEEKS = {"h264.mp4", "sub.mkv", "open_gop_hevc.mkv", "vp9.webm", "av1.mp4", "mjpeg.mov"}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_going_from_key_frame_to_key_frame_gives_the_frames_of_reading_on(tmp_path, name):
+    path = write_clip(tmp_path / name, 120, fps=4, **LONG[name])
+    index = Index.of(path)
+    assert worth_seeking(index, [30, 60, 90]) == (name in SEEKS)
+    for options in ({"fps": 0.2}, {"fps": 0.13, "start": 3.1, "end": 27}, {"num_frames": 4}, {"fps": 1, "start": 20.2}):
+        ours, plain = read_frames(path, **options), read_frames(path, **options, reader="pyav")
+        np.testing.assert_array_equal(ours.seconds, plain.seconds)
+        np.testing.assert_array_equal(ours.pixels, plain.pixels)
+        assert numbers(ours) == (plain.seconds * 4).round().astype(int).tolist()
+        assert ours.truncated_at is None
+
+
+def test_every_frame_reached_through_key_frames_is_bit_for_bit_the_same(tmp_path):
+    path = write_clip(tmp_path / "a.mp4", 60, fps=4, keyframe_every=7)
+    index, whole = Index.of(path), read_frames(path, reader="pyav").pixels
+    for wanted in ([0], [13, 13, 14], [59], [5, 6, 7, 8, 35, 41, 42, 58]):
+        shown = list(seek_frames(path, index, wanted))
+        assert [float(frame.seconds) for frame in shown] == [number / 4 for number in wanted]
+        for number, frame in zip(wanted, shown, strict=True):
+            np.testing.assert_array_equal(frame.pixels(), whole[number])
+
+
+def test_damage_met_on_the_way_from_key_frame_to_key_frame(tmp_path):
+    """Reading from the start takes over, and ends before the damage as it always does."""
+    whole = write_clip(
+        tmp_path / "whole.mp4", 120, fps=4, keyframe_every=6, container_options={"movflags": "faststart"}
+    )
+    content = bytearray(whole.read_bytes())
+    start, end = (clips.packet_positions(whole)[packet] for packet in (60, 64))
+    content[start:end] = bytes(end - start)
+    damaged = tmp_path / "a.mp4"
+    damaged.write_bytes(content)
+    assert worth_seeking(Index.of(damaged), [20, 62, 100])
+    ours, plain = read_frames(damaged, fps=0.5), read_frames(damaged, fps=0.5, reader="pyav")
+    np.testing.assert_array_equal(ours.pixels, plain.pixels)
+    assert ours.truncated_at == plain.truncated_at
+    assert 10 < plain.truncated_at <= 15.5
 
 
 @pytest.mark.parametrize("rate", [Fraction(30000, 1001), 30, 24])
@@ -153,7 +224,9 @@ def test_decord_agrees_bit_for_bit_where_it_is_accepted(tmp_path, name, options)
     np.testing.assert_array_equal(ours.seconds, theirs.seconds)
 
 
-@pytest.mark.parametrize("name", [name for name in CLASSES if name not in ("h264.mp4", "no_b.mp4", "h264.mov")])
+@pytest.mark.parametrize(
+    "name", [name for name in CLASSES if not name.startswith(("h264.m", "no_b", "open_gop.")) or name == "h264.mkv"]
+)
 def test_decord_is_refused_where_it_is_wrong(tmp_path, name):
     path = write_clip(tmp_path / name, 5, **CLASSES[name])
     with pytest.raises(VideoError, match=r"decord.*not exact"):
@@ -232,7 +305,10 @@ def test_images_come_through_the_same_door(tmp_path, name):
     assert frames.pixels.shape == (1, 64, 96, 3)
     assert numbers(frames) == [37]
     assert frames.seconds.tolist() == [0.0]
-    assert read_frames(tmp_path / name, size=32, num_frames=1).pixels.shape == (1, 32, 32, 3)
+    small = read_frames(tmp_path / name, size=32, num_frames=1).pixels
+    assert small.shape == (1, 32, 32, 3)
+    np.testing.assert_array_equal(read_image((tmp_path / name).read_bytes(), size=32), small[0])
+    assert seconds_of(tmp_path / name) == 0
 
 
 def test_transparent_pixels_become_white_and_exif_turns_the_picture(tmp_path):
