@@ -46,7 +46,8 @@ from data.vocabulary import Vocabulary
 
 __all__ = ["Corpus", "CorpusError", "Job", "begin_shards", "build_corpus", "write_shard"]
 
-_LOCK, _JOB, _PART_DONE, _SKIPPED = "build.lock", "build.json", "part.json", "skipped.jsonl"
+_LOCK, _JOB, _PART_DONE = "build.lock", "build.json", "part.json"
+_SKIPPED, _DAMAGED = "skipped.jsonl", "damaged.jsonl"
 _MAX_LISTED = 100
 PART_TOKENS = 1 << 24
 
@@ -165,7 +166,7 @@ def write_shard(directory: str | os.PathLike[str], job: Job, part: int, records:
     tally = _Tally(job, None)
     mine = itertools.takewhile(lambda pair: pair[0] < records.stop, items(records.start))
     examples = [example for _, example in tally.good(mine)]
-    _write_part(partial, part, examples, records.stop, tally.skipped_before(records.stop))
+    _write_part(partial, part, examples, records.stop, tally.losses(records.start, records.stop))
     return len(examples)
 
 
@@ -249,7 +250,9 @@ class _Tally:
         self.lengths = array.array("i")
         self.learned = array.array("i")
         self.counts = dict.fromkeys(("examples", "tokens", "vision_tokens", "learned", "skipped"), 0)
+        # By the number of their record: examples left out, and those kept whose files were not whole.
         self.skipped: list[tuple[int, dict[str, str]]] = []
+        self.damaged: list[tuple[int, dict[str, str]]] = []
         self.digest = ContentDigest()
         self.parts: list[int] = []
         self.next_record = 0
@@ -263,6 +266,8 @@ class _Tally:
                 self.counts["skipped"] += 1
                 self.skipped.append((record, {"id": item.id, "source": item.source, "reason": reason}))
             elif isinstance(item, TokenizedExample):
+                if item.damage:
+                    self.damaged.append((record, {"id": item.id, "source": item.source, "reason": item.damage}))
                 yield record, item
             if self._progress is not None:
                 self._progress(done)
@@ -282,14 +287,18 @@ class _Tally:
             unusable = self._take(example)
             assert unusable is None, unusable
         self.skipped += [(int(done["next"]) - 1, record) for record in done["skipped"]]
+        self.damaged += [(int(done["next"]) - 1, record) for record in done["damaged"]]
         self.counts["skipped"] += len(done["skipped"])
         self.parts.append(len(examples))
         self.next_record = int(done["next"])
         return True
 
-    def skipped_before(self, record: int, first: int = 0) -> list[dict[str, str]]:
-        """What records first .. record - 1 lost."""
-        return [entry for number, entry in self.skipped if first <= number < record]
+    def losses(self, first: int, stop: int) -> dict[str, list[dict[str, str]]]:
+        """What records first .. stop - 1 lost."""
+        return {
+            name: [entry for number, entry in entries if first <= number < stop]
+            for name, entries in (("skipped", self.skipped), ("damaged", self.damaged))
+        }
 
     def _take(self, example: TokenizedExample) -> str | None:
         """Counts an example in, or says why it is left out."""
@@ -332,7 +341,7 @@ def _write_parts(partial: Path, items: Items, tally: _Tally) -> None:
             num_tokens += len(example)
             waiting = next(good, None)
         stop = record + 1 if waiting is None else waiting[0]
-        _write_part(partial, len(tally.parts), part, stop, tally.skipped_before(stop, first))
+        _write_part(partial, len(tally.parts), part, stop, tally.losses(first, stop))
         tally.parts.append(len(part))
         first = stop
 
@@ -367,7 +376,7 @@ def _first_part_with_skips(partial: Path, tally: _Tally) -> int:
 
 
 def _write_part(
-    partial: Path, index: int, examples: Sequence[TokenizedExample], next_record: int, skipped: list[dict[str, str]]
+    partial: Path, index: int, examples: Sequence[TokenizedExample], next_record: int, losses: Mapping[str, Any]
 ) -> None:
     directory = partial / part_name(index)
     directory.mkdir(parents=True, exist_ok=True)
@@ -376,7 +385,7 @@ def _write_part(
     for file in directory.rglob("*"):
         if file.is_file():
             _flush(file)
-    _write_json(directory / _PART_DONE, {"examples": len(examples), "next": next_record, "skipped": skipped})
+    _write_json(directory / _PART_DONE, {"examples": len(examples), "next": next_record, **losses})
 
 
 def _write_data_set(directory: Path, examples: Sequence[TokenizedExample]) -> None:
@@ -443,9 +452,10 @@ def _write_manifest(partial: Path, tally: _Tally) -> None:
     job = tally.job
     np.save(partial / "lengths.npy", np.asarray(tally.lengths, np.int32))
     np.save(partial / "learned.npy", np.asarray(tally.learned, np.int32).reshape(-1, 2))
-    if tally.skipped:
-        lines = (json.dumps(entry, ensure_ascii=False) for _, entry in tally.skipped)
-        (partial / _SKIPPED).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for name, entries in ((_SKIPPED, tally.skipped), (_DAMAGED, tally.damaged)):
+        if entries:
+            lines = (json.dumps(entry, ensure_ascii=False) for _, entry in entries)
+            (partial / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
     ours = (_LOCK, _JOB, _PART_DONE)
     files = sorted(file for file in partial.rglob("*") if file.is_file() and file.name not in ours)
     for file in files:
@@ -456,6 +466,7 @@ def _write_manifest(partial: Path, tally: _Tally) -> None:
         "counts": tally.counts,
         "parts": tally.parts,
         "skipped": [entry for _, entry in tally.skipped[:_MAX_LISTED]],
+        "damaged": [entry for _, entry in tally.damaged[:_MAX_LISTED]],
         "files": {
             file.relative_to(partial).as_posix(): {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
             for file in files

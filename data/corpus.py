@@ -1,8 +1,8 @@
 """A tokenized corpus on disk, read: its examples at random, and what packing needs of them without reading any.
 
 A corpus directory holds `part-00000/tokens/1.0.0/` and so on (each a TFDS data set that `tfds.builder_from_directory`
-opens), `lengths.npy`, `learned.npy`, `manifest.json`, and `skipped.jsonl` where something was left out. `data.build`
-writes it.
+opens), `lengths.npy`, `learned.npy` and `manifest.json`; `skipped.jsonl` where something was left out, and
+`damaged.jsonl` where something was made from files that are not whole. `data.build` writes it.
 """
 
 from __future__ import annotations

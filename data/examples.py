@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from data.text import VISION_END, VISION_START, TextTokenizer
-from data.video import read_frames, read_image
+from data.video import Frames, read_frames, read_image
 from data.vocabulary import Vocabulary
 
 KINDS = ("text", "image", "video")
@@ -85,12 +85,16 @@ class Example:
 
 @dataclass(frozen=True, eq=False)
 class TokenizedExample:
-    """tokens int32 [n]; learn bool [n]: token i is a learned target; id and source say where it came from."""
+    """tokens int32 [n]; learn bool [n]: token i is a learned target; id and source say where it came from.
+
+    damage: what of its files could not be read; corpora list it.
+    """
 
     tokens: NDArray[np.int32]
     learn: NDArray[np.bool_]
     id: str = ""
     source: str = ""
+    damage: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", np.asarray(self.tokens, np.int32))
@@ -197,11 +201,7 @@ def tokenize(
 
     VideoError names a file that cannot be read; ValueError where tokenizer, vocabulary and encoder do not fit.
     """
-    if tokenizer.size > vocabulary.text_size:
-        raise ValueError(
-            f"the text tokenizer has {tokenizer.size} pieces, vocabulary.text_size is {vocabulary.text_size}; "
-            "they must be made for each other"
-        )
+    check_fit(tokenizer, vocabulary)
     pieces = [
         (
             vocabulary.vision_tokens(_codes(piece, encode_frames, frame_size, fps))
@@ -212,6 +212,15 @@ def tokenize(
         for piece, learn in lay_out(example, tokenizer)
     ]
     return joined(pieces, example.id, example.source)
+
+
+def check_fit(tokenizer: TextTokenizer, vocabulary: Vocabulary) -> None:
+    """ValueError where the tokenizer has ids that the vocabulary gives to something else."""
+    if tokenizer.size > vocabulary.text_size:
+        raise ValueError(
+            f"the text tokenizer has {tokenizer.size} pieces, vocabulary.text_size is {vocabulary.text_size}; "
+            "they must be made for each other"
+        )
 
 
 def lay_out(example: Example, tokenizer: TextTokenizer) -> list[tuple[NDArray[np.int32] | Span, bool]]:
@@ -235,10 +244,12 @@ def lay_out(example: Example, tokenizer: TextTokenizer) -> list[tuple[NDArray[np
     return pieces
 
 
-def joined(pieces: Sequence[tuple[NDArray[np.int32], bool]], id: str, source: str) -> TokenizedExample:
+def joined(
+    pieces: Sequence[tuple[NDArray[np.int32], bool]], id: str, source: str, damage: str = ""
+) -> TokenizedExample:
     """Pieces of ids as one example."""
     learn = np.repeat([learned for _, learned in pieces], [ids.size for ids, _ in pieces])
-    return TokenizedExample(np.concatenate([ids for ids, _ in pieces]), learn, id, source)
+    return TokenizedExample(np.concatenate([ids for ids, _ in pieces]), learn, id, source, damage)
 
 
 def untokenize(
@@ -276,18 +287,18 @@ def _codes(span: Span, encode_frames: EncodeFrames | None, frame_size: int | Non
         return np.asarray(span.codes)
     if encode_frames is None:
         raise ValueError(f"a span of kind {span.kind} needs a vision tokenizer, and none was given")
-    return checked_codes(encode_frames, frames_of(span, frame_size, fps))
+    return checked_codes(encode_frames, frames_of(span, frame_size, fps).pixels)
 
 
-def frames_of(span: Span, frame_size: int | None, fps: float) -> NDArray[np.uint8]:
-    """The pixels of a span of media, uint8 [T, H, W, 3], read where they are not given; `fps` where it does not say."""
+def frames_of(span: Span, frame_size: int | None, fps: float) -> Frames:
+    """The frames of a span of media, read where they are not given; `fps` where it does not say."""
     if span.pixels is not None:
-        return span.pixels
+        return Frames(span.pixels, np.arange(len(span.pixels), dtype=np.float64))
     if span.content is not None:
-        return read_image(span.content, size=frame_size)[None]
+        return Frames(read_image(span.content, size=frame_size)[None], np.zeros(1))
     assert span.path is not None
     chosen = span.fps is not None or span.num_frames is not None or span.kind == "image"
-    frames = read_frames(
+    return read_frames(
         span.path,
         fps=span.fps if chosen else fps,
         num_frames=1 if span.kind == "image" else span.num_frames,
@@ -295,7 +306,6 @@ def frames_of(span: Span, frame_size: int | None, fps: float) -> NDArray[np.uint
         start=span.start,
         end=span.end,
     )
-    return frames.pixels
 
 
 def checked_codes(encode_frames: EncodeFrames, pixels: NDArray[np.uint8]) -> NDArray[np.integer]:

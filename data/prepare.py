@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from data.book import CHUNK_TOKENS, book_questions
 from data.examples import (
     BadExample,
     EncodeFrames,
@@ -26,13 +27,17 @@ from data.examples import (
     joined,
     lay_out,
 )
-from data.text import TextTokenizer
-from data.video import VideoError, read_frames, seconds_of
+from data.manifest import Record, make_examples
+from data.pool import Crashed, ordered_map
+from data.text import TextError, TextTokenizer
+from data.video import Frames, VideoError, read_frames, seconds_of
 from data.vocabulary import Vocabulary
 
 LongVideo = Literal["spread", "first", "split"]
 LongText = Literal["split", "crop"]
 Item = TokenizedExample | BadExample
+
+_GROUP_RECORDS, _GROUP_CHARACTERS = 64, 1 << 18
 
 
 @dataclass(frozen=True)
@@ -74,21 +79,28 @@ class Prepared:
     id: str
     source: str
 
-    def finish(self, codes: Sequence[NDArray[np.integer]], vocabulary: Vocabulary) -> TokenizedExample:
-        """The example with the codes of its clips put in."""
+    def finish(
+        self, codes: Sequence[NDArray[np.integer]], vocabulary: Vocabulary, damage: Mapping[int, str]
+    ) -> TokenizedExample:
+        """The example with the codes of its clips put in; `damage` of clips by number."""
         whole = [
             (vocabulary.vision_tokens(codes[piece]) if isinstance(piece, int) else piece, learn)
             for piece, learn in self.pieces
         ]
-        return joined(whole, self.id, self.source)
+        found = dict.fromkeys(damage[clip] for clip, _ in self.pieces if isinstance(clip, int) and clip in damage)
+        return joined(whole, self.id, self.source, "; ".join(found))
 
 
 @dataclass(frozen=True, eq=False)
 class PreparedRecord:
-    """The examples of one record, and the clips they share: pixels uint8 [T, H, W, 3], or codes int [T, n]."""
+    """The examples of one record, and the clips they share: pixels uint8 [T, H, W, 3], or codes int [T, n].
+
+    damage: of clips by number, what could not be read of the files behind them.
+    """
 
     examples: list[Prepared | BadExample] = field(default_factory=list)
     clips: list[NDArray] = field(default_factory=list)
+    damage: dict[int, str] = field(default_factory=dict)
 
     @property
     def num_frames(self) -> int:
@@ -159,37 +171,109 @@ class Preparer:
     def _clips(self, span: Span, most: int | None, record: PreparedRecord, known: dict[tuple, list[int]]) -> list[int]:
         """Numbers of the clips that a span becomes: one, or several where a long video is split."""
         if span.codes is not None or span.path is None:
-            clip = np.asarray(span.codes) if span.codes is not None else frames_of(span, self.frame_size, 0.0)
-            record.clips.append(clip)
+            codes = span.codes
+            record.clips.append(frames_of(span, self.frame_size, 0.0).pixels if codes is None else np.asarray(codes))
             return [len(record.clips) - 1]
         key = (span.kind, span.path, span.fps, span.num_frames, span.start, span.end, most)
         if key not in known:
-            first = len(record.clips)
-            record.clips += self._read(span, most)
-            known[key] = list(range(first, len(record.clips)))
+            frames = self._read(span, most)
+            step = most if most is not None and self.limits.long_video == "split" else len(frames.pixels)
+            known[key] = []
+            for begin in range(0, len(frames.pixels), step):
+                known[key].append(len(record.clips))
+                record.clips.append(frames.pixels[begin : begin + step])
+            if frames.truncated_at is not None:
+                # Only the last part lacks something.
+                record.damage[known[key][-1]] = f"{span.path}: damaged or cut, good up to {frames.truncated_at:.3f} s"
         return known[key]
 
-    def _read(self, span: Span, most: int | None) -> list[NDArray[np.uint8]]:
+    def _read(self, span: Span, most: int | None) -> Frames:
         limits = self.limits
         if span.kind == "image" or most is None:
-            return [frames_of(span, self.frame_size, limits.fps)]
+            return frames_of(span, self.frame_size, limits.fps)
         assert span.path is not None
         spread_already = span.num_frames is not None and span.fps is None
         if limits.long_video == "split":
-            pixels = frames_of(span, self.frame_size, limits.fps)
-            return [pixels[first : first + most] for first in range(0, len(pixels), most)]
+            return frames_of(span, self.frame_size, limits.fps)
         if spread_already:
-            return [
-                frames_of(dataclasses.replace(span, num_frames=min(span.num_frames or 1, most)), self.frame_size, 0)
-            ]
+            return frames_of(dataclasses.replace(span, num_frames=min(span.num_frames or 1, most)), self.frame_size, 0)
         fps = span.fps or limits.fps
         count = most if span.num_frames is None else min(most, span.num_frames)
         if limits.long_video == "spread":
             seconds = seconds_of(span.path, start=span.start, end=span.end)
             if math.ceil(seconds * fps - 1e-6) > count:
-                window = {"start": span.start, "end": span.end}
-                return [read_frames(span.path, num_frames=count, size=self.frame_size, **window).pixels]
-        return [frames_of(dataclasses.replace(span, fps=fps, num_frames=count), self.frame_size, fps)]
+                return read_frames(span.path, num_frames=count, size=self.frame_size, start=span.start, end=span.end)
+        return frames_of(dataclasses.replace(span, fps=fps, num_frames=count), self.frame_size, fps)
+
+
+@dataclass(frozen=True)
+class Worker:
+    """Prepares records, in any process. What is bad in a file makes a BadExample, in a manifest a ValueError.
+
+    chunk_tokens: see `data.book`.
+    """
+
+    prepare: Preparer
+    chunk_tokens: int = CHUNK_TOKENS
+
+    def __call__(self, records: Sequence[Record]) -> list[PreparedRecord]:
+        return [self._one(record) for record in records]
+
+    def _one(self, record: Record) -> PreparedRecord:
+        if record.problem:
+            return PreparedRecord([BadExample(record.id, record.source, record.problem)])
+        try:
+            return self.prepare(make_examples(record, self._book))
+        except TextError as error:
+            return PreparedRecord([BadExample(record.id, record.source, str(error))])
+
+    def _book(self, **fields: Any) -> Iterator[Example]:
+        longest = self.prepare.limits.max_tokens
+        if longest is None:
+            raise ValueError("template: book needs max_tokens, the length its examples are to have")
+        return book_questions(
+            tokenizer=self.prepare.tokenizer, max_tokens=longest, chunk_tokens=self.chunk_tokens, **fields
+        )
+
+
+def prepared(
+    records: Iterable[Record], first: int, worker: Worker, processes: int
+) -> Iterator[tuple[int, PreparedRecord]]:
+    """Records numbered from `first`, prepared by so many processes (0: this one), in order.
+
+    A record whose process dies (a decoder's bug, out of memory) becomes a BadExample.
+    """
+    number = first
+    for done in ordered_map(worker, _grouped(records), processes):
+        if isinstance(done, Crashed):
+            # Whichever of the group it was: alone, the others go through.
+            results = ordered_map(worker, ([record] for record in done.task), max(1, processes))
+            done = [each for record, result in zip(done.task, results, strict=True) for each in _one(record, result)]
+        for each in done:
+            yield number, each
+            number += 1
+
+
+def _one(record: Record, result: list[PreparedRecord] | Crashed[Any]) -> list[PreparedRecord]:
+    if not isinstance(result, Crashed):
+        return result
+    reason = "the process that read it died (a decoder's fault, or not enough memory)"
+    return [PreparedRecord([BadExample(record.id, record.source, f"{record.source}: {reason}")])]
+
+
+def _grouped(records: Iterable[Record]) -> Iterator[list[Record]]:
+    """Records of text many at a time, those with files one by one: tasks of a size worth sending to a process."""
+    group: list[Record] = []
+    size = 0
+    for record in records:
+        has_file = record.content is not None or "path" in record.line
+        group.append(record)
+        size += len(record.line) if isinstance(record.line, str) else 100 + len(str(record.line.get("text", "")))
+        if has_file or size > _GROUP_CHARACTERS or len(group) >= _GROUP_RECORDS:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 class Encoder:
@@ -227,7 +311,11 @@ class Encoder:
         for number, record in records:
             clips = [next(codes) if clip.ndim == 4 else clip for clip in record.clips]
             for example in record.examples:
-                item = example if isinstance(example, BadExample) else example.finish(clips, self._vocabulary)
+                item = (
+                    example
+                    if isinstance(example, BadExample)
+                    else example.finish(clips, self._vocabulary, record.damage)
+                )
                 if isinstance(item, TokenizedExample):
                     self.tokens += len(item)
                 yield number, item

@@ -142,16 +142,20 @@ def train_tokenizer(
     return tokenizer
 
 
+class TextError(ValueError):
+    """A text file that cannot be read; the message names the file and the reason."""
+
+
 def read_text(path: str | os.PathLike[str]) -> str:
-    """A UTF-8 text file; ValueError naming it when it is missing, empty or not UTF-8."""
+    """A UTF-8 text file; TextError (a ValueError) naming it when it is missing, empty or not UTF-8."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{os.fspath(path)} is not UTF-8 text (byte {error.start}); convert it first") from None
+        raise TextError(f"{os.fspath(path)} is not UTF-8 text (byte {error.start}); convert it first") from None
     except OSError as error:
-        raise ValueError(f"text file {os.fspath(path)} cannot be read: {error.strerror}") from None
+        raise TextError(f"text file {os.fspath(path)} cannot be read: {error.strerror}") from None
     if not text.strip():
-        raise ValueError(f"text file {os.fspath(path)} is empty; give it text or leave it out")
+        raise TextError(f"text file {os.fspath(path)} is empty; give it text or leave it out")
     return text
 
 

@@ -10,17 +10,18 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Annotated, NoReturn, TextIO
 
 import typer
-from typer.core import TyperCommand
 
 from eval.commands import app as eval_app
 from lwm import cluster
 from lwm.checkpoint_commands import app as checkpoint_app
 from lwm.commands import ask, generate
+from lwm.data_commands import app as data_app
 from lwm.lifecycle import EXIT_BAD_INPUT, EXIT_INTERRUPTED, RunStopped
-from lwm.options import OverridesArgument
+from lwm.options import ConfigArgument, ConfigCommand, OverridesArgument
+from lwm.tokenizer_commands import app as tokenizer_app
 from lwm.weight_commands import export_app, import_app
 
 if TYPE_CHECKING:
@@ -36,30 +37,12 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-data_app = typer.Typer(help="Build, inspect and verify tokenized corpora.", no_args_is_help=True, rich_markup_mode=None)
-tokenizer_app = typer.Typer(help="Train tokenizers.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(data_app, name="data")
 app.add_typer(tokenizer_app, name="tokenizer")
 app.add_typer(eval_app, name="eval")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(import_app, name="import")
 app.add_typer(export_app, name="export")
-
-
-class _ConfigCommand(TyperCommand):
-    """A command that takes a configuration: its help explains every field that can be overridden."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        from lwm.config_help import field_table
-
-        super().format_help(ctx, formatter)
-        formatter.write("\nFields of CONFIG, to override as field=value (* is an entry's index or name):\n\n")
-        formatter.write(field_table() + "\n")
-
-
-ConfigArgument = Annotated[
-    str, typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a shipped one (tiny).")
-]
 
 
 def _version(wanted: bool) -> None:
@@ -105,7 +88,7 @@ def _load(config: str, overrides: Sequence[str] | None) -> "RunConfig":
     return load_config(config, overrides or ())
 
 
-@app.command(cls=_ConfigCommand)
+@app.command(cls=ConfigCommand)
 def train(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
@@ -122,7 +105,7 @@ def train(
     trainer.train(run, only=stage)
 
 
-@app.command(cls=_ConfigCommand)
+@app.command(cls=ConfigCommand)
 def check(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
@@ -172,138 +155,6 @@ def config_help(
     if "\n" not in table:
         raise ValueError(f"no field is called {prefix!r}; `lwm config-help` lists them all")
     print(table)
-
-
-@data_app.command("build", cls=_ConfigCommand)
-def data_build(
-    config: ConfigArgument,
-    manifest: Annotated[Path, typer.Argument(metavar="MANIFEST", help="JSONL, one example a line.")],
-    overrides: OverridesArgument = None,
-    corpus: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Which of CONFIG's corpora [default: the manifest's name].")
-    ] = None,
-    fps: Annotated[float, typer.Option(min=0.001, help="Frames per second of videos that do not say.")] = 1.0,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a corpus made from other input.")] = False,
-) -> None:
-    """Tokenize a manifest into one of CONFIG's corpora."""
-    run = _load(config, overrides)
-    from lwm.corpora import build_from_manifest, has_media, vision_tokenizer_of
-    from lwm.telemetry import Progress
-
-    name = corpus or manifest.stem
-    vision = vision_tokenizer_of(run) if has_media(manifest) else None
-    with Progress(f"build {name}", None, unit="examples") as progress:
-        built = build_from_manifest(
-            run,
-            name,
-            manifest,
-            encode_frames=None if vision is None else vision.encode,
-            encoder_fingerprint="" if vision is None else vision.fingerprint,
-            fps=fps,
-            overwrite=overwrite,
-            progress=progress,
-        )
-    print(f"{built.directory}: {len(built)} examples, fingerprint {built.fingerprint}")
-
-
-@data_app.command("inspect")
-def data_inspect(
-    directory: Annotated[Path, typer.Argument(help="A corpus directory.")],
-    examples: Annotated[int, typer.Option(min=0, help="Number of examples to show.")] = 3,
-) -> None:
-    """Say what a corpus holds, and show its first examples."""
-    import numpy as np
-
-    from data.build import Corpus
-
-    corpus = Corpus.open(directory)
-    lengths = np.asarray(corpus.lengths)
-    print(f"{corpus.name}: {len(corpus)} examples, {lengths.sum()} tokens to predict, fingerprint {corpus.fingerprint}")
-    if len(lengths):
-        p10, median, p90 = np.percentile(lengths, [10, 50, 90]).astype(int)
-        print(f"lengths: shortest {lengths.min()}, 10% {p10}, median {median}, 90% {p90}, longest {lengths.max()}")
-    for index in range(min(examples, len(corpus))):
-        example = corpus[index]
-        shown = " ".join(map(str, example.tokens[:16]))
-        more = " ..." if len(example.tokens) > 16 else ""
-        print(f"example {index}: {len(example.tokens)} tokens, {int(np.sum(example.learn))} learned: {shown}{more}")
-
-
-@data_app.command("verify")
-def data_verify(directory: Annotated[Path, typer.Argument(help="A corpus directory.")]) -> None:
-    """Read a whole corpus and compare it with its manifest."""
-    from data.build import Corpus
-
-    corpus = Corpus.open(directory)
-    corpus.verify()
-    print(f"{corpus.name}: {len(corpus)} examples are as they were written")
-
-
-@tokenizer_app.command("train-text")
-def tokenizer_train_text(
-    texts: Annotated[list[Path], typer.Argument(help="Text files, UTF-8.")],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The SentencePiece model to write.")],
-    size: Annotated[int, typer.Option(min=16, help="Number of pieces.")] = 32000,
-) -> None:
-    """Train a SentencePiece model on text files."""
-    from data.text import read_text, train_tokenizer
-
-    for path in texts:  # the trainer takes an iterator and would report a missing file as the end of the text
-        path.open("rb").close()
-    tokenizer = train_tokenizer((read_text(path) for path in texts), out, size=size)
-    print(f"{out}: {tokenizer.size} pieces, fingerprint {tokenizer.fingerprint}")
-
-
-@tokenizer_app.command("train-vision", cls=_ConfigCommand)
-def tokenizer_train_vision(
-    config: ConfigArgument,
-    videos: Annotated[list[Path], typer.Option("--videos", metavar="PATH", help="A video, image or folder of them.")],
-    overrides: OverridesArgument = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The tokenizer's directory [default: tokenizers.vision].")
-    ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 2000,
-    batch: Annotated[int, typer.Option(min=1, help="Frames in one step.")] = 16,
-    fps: Annotated[float, typer.Option(min=0.001, help="Frames per second that are read.")] = 2.0,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the tokenizer that is there.")] = False,
-) -> None:
-    """Train CONFIG's VQGAN on the frames of videos and images."""
-    run = _load(config, overrides)
-    directory = out or (None if run.tokenizers.vision is None else Path(run.tokenizers.vision))
-    if run.vqgan is None or directory is None:
-        raise ValueError(f"{run.name}: set {'vqgan' if run.vqgan is None else 'tokenizers.vision'} to train one")
-    if directory.exists() and not overwrite:
-        raise ValueError(f"{directory} is there already; give --overwrite to replace it, or another directory as --out")
-    import numpy as np
-
-    from data.video import read_frames
-    from lwm import vqgan_training
-    from lwm.media import find
-    from lwm.telemetry import Progress
-    from lwm.vision_tokenizer import VisionTokenizer
-
-    files = find(videos)
-    clips = []
-    with Progress("read the frames", len(files), unit="files") as progress:
-        for file in files:
-            clips.append(read_frames(file, fps=fps, size=run.vqgan.resolution).pixels)
-            progress(len(clips))
-    frames = np.concatenate(clips)
-    with Progress("train the vision tokenizer", steps, unit="steps") as progress:
-        params, metrics = vqgan_training.train(
-            run.vqgan,
-            frames,
-            steps=steps,
-            batch=batch,
-            seed=run.seed,
-            progress=lambda now: progress(now.step, f"psnr {now.psnr_db:.1f} dB"),
-        )
-    tokenizer = VisionTokenizer(run.vqgan, params, metrics)
-    tokenizer.save(directory, overwrite=overwrite)
-    print(
-        f"{directory}: {len(frames)} frames of {len(files)} files, psnr {metrics['psnr_db']:.1f} dB on frames set "
-        f"aside, {metrics['codes_used']} of {run.vqgan.num_embeddings} codes used, fingerprint {tokenizer.fingerprint}"
-    )
 
 
 def sentence(error: BaseException) -> str:

@@ -1,14 +1,18 @@
-"""Building the corpora that a configuration names: its tokenizers and vocabulary, one manifest, one directory."""
+"""Building the corpora that a configuration names: its tokenizers and vocabulary, one source, one directory."""
 
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from data.build import Corpus, build_corpus
-from data.examples import EncodeFrames, tokenize_all
-from data.manifest import read_manifest
+from data.book import CHUNK_TOKENS
+from data.build import PART_TOKENS, Job, build_corpus
+from data.corpus import Corpus
+from data.examples import BadExample, TokenizedExample, check_fit
+from data.prepare import Encoder, Limits, Preparer, Worker, prepared
+from data.sources import Source
 from data.text import TextTokenizer
 from data.vocabulary import Vocabulary
 from lwm.config import ConfigError, RunConfig
@@ -53,50 +57,81 @@ def vision_tokenizer_of(config: RunConfig) -> VisionTokenizer:
     return tokenizer
 
 
-def has_media(manifest: Path) -> bool:
-    """Whether a manifest names images or videos."""
-    return any(span.kind != "text" for example in read_manifest(manifest) for span in example.spans)
+@dataclass(frozen=True)
+class BuildOptions:
+    """How a source becomes examples, and by how many processes (0: this one); `max_bad`: share of bad ones allowed."""
+
+    limits: Limits = Limits()
+    chunk_tokens: int = CHUNK_TOKENS
+    processes: int = 0
+    max_bad: float = 0.1
+    overwrite: bool = False
 
 
-def build_from_manifest(
+def build_from_source(
     config: RunConfig,
     name: str,
-    manifest: Path,
+    source: Source,
+    options: BuildOptions = BuildOptions(),
     *,
-    encode_frames: EncodeFrames | None = None,
-    encoder_fingerprint: str = "",
-    fps: float = 1.0,
-    overwrite: bool = False,
-    progress: Callable[[int], None] | None = None,
+    vision: VisionTokenizer | None = None,
+    progress: Callable[[int, str], None] | None = None,
 ) -> Corpus:
-    """Tokenize a JSONL manifest (`data.manifest`) into the directory that the configuration gives corpus `name`.
+    """Tokenize a source (`data.sources`) into the directory that the configuration gives corpus `name`.
 
-    Args:
-        encode_frames: uint8 [T, H, W, 3] -> codes; needed where the manifest names images or videos.
-        encoder_fingerprint: identifies its weights, so that a corpus of other codes is not taken for this one.
-        fps: frames per second of videos that do not say.
-        overwrite: replace a corpus made from other input.
-        progress: called with the number of examples so far.
+    Goes on where an earlier build of the same source ended. `vision` is needed where the source has images or videos.
+    `progress` is called with the number of records done, and frames and tokens per second.
 
     Raises:
-        ValueError: a bad manifest, tokenizer or directory; one sentence.
-        OSError: the manifest cannot be read.
+        ValueError: a bad manifest, tokenizer or directory, or too many bad files; one sentence.
+        OSError: the source cannot be read.
     """
     directory = corpus_directory(config, name)
-    tokenizer = text_tokenizer_of(config)
-    vocabulary = vocabulary_of(config)
-    frame_size = None if config.vqgan is None else config.vqgan.resolution
-    with manifest.open("rb") as file:
-        content = hashlib.file_digest(file, "sha256").hexdigest()
-    parts = [content, tokenizer.fingerprint, encoder_fingerprint, asdict(vocabulary), frame_size, fps]
-    examples = read_manifest(manifest)
+    job, worker = plan_build(config, name, source, options, vision)
+    encoder = Encoder(job.vocabulary, None if vision is None else vision.encode)
+    begin = time.monotonic()
+
+    def report(record: int) -> None:
+        if progress is not None:
+            seconds = max(time.monotonic() - begin, 1e-9)
+            frames = f"{encoder.frames / seconds:.1f} frames/s, " if encoder.frames else ""
+            progress(record + 1, f"{frames}{encoder.tokens / seconds:.0f} tokens/s")
+
+    def items(first: int) -> Iterator[tuple[int, TokenizedExample | BadExample]]:
+        return encoder(prepared(source.records(first), first, worker, options.processes), report)
+
     return build_corpus(
         directory,
         name,
-        tokenize_all(examples, tokenizer, vocabulary, encode_frames, frame_size=frame_size, fps=fps),
-        vocabulary=vocabulary,
-        input_fingerprint=hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest(),
-        tokenizers={"text": tokenizer.fingerprint} | ({"vision": encoder_fingerprint} if encoder_fingerprint else {}),
-        overwrite=overwrite,
-        progress=progress,
+        items,
+        vocabulary=job.vocabulary,
+        input_fingerprint=job.input_fingerprint,
+        tokenizers=job.tokenizers,
+        part_tokens=job.part_tokens,
+        overwrite=options.overwrite,
+        max_skipped_share=options.max_bad,
     )
+
+
+def plan_build(
+    config: RunConfig, name: str, source: Source, options: BuildOptions, vision: VisionTokenizer | None
+) -> tuple[Job, Worker]:
+    """What decides the corpus, and what prepares its records."""
+    tokenizer, vocabulary = text_tokenizer_of(config), vocabulary_of(config)
+    check_fit(tokenizer, vocabulary)
+    frame_size = None if config.vqgan is None else config.vqgan.resolution
+    facts = [
+        source.fingerprint, tokenizer.fingerprint, "" if vision is None else vision.fingerprint, asdict(vocabulary),
+        frame_size, asdict(options.limits), options.chunk_tokens,
+    ]  # fmt: skip
+    tokenizers = {"text": tokenizer.fingerprint} | ({} if vision is None else {"vision": vision.fingerprint})
+    job = Job(
+        name,
+        vocabulary,
+        hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest(),
+        tokenizers,
+        # Frames take long to make: a build that ends early should lose few of them.
+        part_tokens=PART_TOKENS // 8 if source.has_media else PART_TOKENS,
+    )
+    codes = 0 if vision is None else vision.codes_per_frame
+    return job, Worker(Preparer(tokenizer, options.limits, frame_size, codes), options.chunk_tokens)

@@ -1,9 +1,27 @@
 """Command-line options that several commands share."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
+
+
+class ConfigCommand(TyperCommand):
+    """A command that takes a configuration: its help explains every field that can be overridden."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        from lwm.config_help import field_table
+
+        super().format_help(ctx, formatter)
+        formatter.write("\nFields of CONFIG, to override as field=value (* is an entry's index or name):\n\n")
+        formatter.write(field_table() + "\n")
+
+
+ConfigArgument = Annotated[
+    str, typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a shipped one (tiny).")
+]
+
 
 OverridesArgument = Annotated[
     list[str] | None,

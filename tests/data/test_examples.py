@@ -5,7 +5,6 @@ import pytest
 from PIL import Image
 
 from data.examples import (
-    BadExample,
     Example,
     Span,
     TokenizedExample,
@@ -15,7 +14,6 @@ from data.examples import (
     question,
     to_text,
     tokenize,
-    tokenize_all,
     untokenize,
 )
 from data.text import train_tokenizer
@@ -140,19 +138,6 @@ def test_files_are_read_at_the_frame_size_and_encoded(tokenizer, vocabulary, pic
     assert np.abs(codes - [[10, 60, 120, 240]]).max() <= 10
 
 
-def test_bad_files_become_bad_examples(tokenizer, vocabulary, picture, tmp_path):
-    (tmp_path / "b.mp4").write_text("no")
-    examples = [
-        to_text(Span("video", path=str(tmp_path / "b.mp4")), "c", id="bad", source="m"),
-        to_text(Span("image", path=str(picture)), "c", id="good"),
-    ]
-    bad, good = tokenize_all(examples, tokenizer, vocabulary, mean_codes)
-    assert isinstance(bad, BadExample)
-    assert (bad.id, bad.source) == ("bad", "m")
-    assert "b.mp4: not a video" in bad.reason
-    assert isinstance(good, TokenizedExample)
-
-
 def test_what_does_not_fit_together_is_refused(tokenizer, vocabulary, picture):
     example = to_text(Span("image", path=str(picture)), "c")
     with pytest.raises(ValueError, match="needs a vision tokenizer"):
@@ -169,7 +154,7 @@ def test_what_does_not_fit_together_is_refused(tokenizer, vocabulary, picture):
         ({"kind": "sound"}, "kind is 'sound'; it must be one of text, image, video"),
         ({"kind": "text"}, "text is empty"),
         ({"kind": "text", "text": "a", "path": "b"}, "path is given in a text span"),
-        ({"kind": "video"}, "needs one of path, pixels and codes; it has none"),
+        ({"kind": "video"}, "needs one of path, content, pixels and codes; it has none"),
         ({"kind": "video", "path": "a", "codes": CODES}, r"it has \['path', 'codes'\]"),
         ({"kind": "image", "path": "a", "fps": 1.0}, "fps is given"),
         ({"kind": "video", "path": "a", "text": "b"}, "text is given in a span of kind video"),

@@ -225,7 +225,7 @@ def test_tokenizer_and_corpus_commands(tmp_path: Path, capsys: pytest.CaptureFix
     capsys.readouterr()
 
     assert "tiny has no corpus 'prose'; its corpora are text," in refusal(*build, "--corpus", "prose")
-    assert f"{tmp_path / 'no.jsonl'} cannot be read: No such file" in refusal(
+    assert f"{tmp_path / 'no.jsonl'}: there is no such file" in refusal(
         "data", "build", "tiny", str(tmp_path / "no.jsonl"), *settings, "--corpus", "text"
     )
     manifest.write_text('{"template": "documnt", "text": "x"}\n')
