@@ -32,8 +32,6 @@ _LETTER = re.compile(r"(?<![A-Za-z])([A-Z])(?![A-Za-z'])")
 _LETTER_FIRST = re.compile(
     r"^\s*(?:(?:the )?(?:answer|option)(?: is)?:?\s*)?(?:\(?([A-Za-z])\)?(?=[).:,]|\s*$)|([B-Z])(?=\s))"
 )
-    r"^\s*(?:(?:the )?(?:answer|option)(?: is)?:?\s*)?(?:\(?([A-Za-z])\)?(?=[).:,]|\s*$)|([B-Z])(?=\s))"
-)
 
 
 @dataclass(frozen=True)
