@@ -102,7 +102,9 @@ def train(
     from lwm import trainer
 
     cluster.connect(run.cluster)
-    trainer.train(run, only=stage)
+    from eval.after_stage import NeedlesAfterStage
+
+    trainer.train(run, only=stage, on_stage_end=NeedlesAfterStage(run))
 
 
 @app.command(cls=ConfigCommand)

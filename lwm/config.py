@@ -226,6 +226,22 @@ class MixtureEntry(_Model):
     share: PositiveFloat = Field(description="weight of the corpus; shares are relative to their sum")
 
 
+class NeedlesConfig(_Model):
+    """Needles to look for at the end of a stage; accuracies and pictures go to the run's telemetry."""
+
+    lengths: tuple[Positive, ...] = Field(min_length=1, description="context lengths in tokens, none above seq_len")
+    depths: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(
+        default=(0.0, 0.25, 0.5, 0.75, 1.0), min_length=1, description="places of the needle, from 0 (start) to 1 (end)"
+    )
+    rounds: Positive = Field(default=2, description="cases per length and depth")
+    haystack: tuple[str, ...] = Field(
+        default=(), description="text files to hide needles in; none: generated sentences"
+    )
+    video: tuple[str, ...] = Field(
+        default=(), description="videos, or folders of them, to hide number plates in; none: needles in text only"
+    )
+
+
 class StageConfig(_Model):
     """One stage of progressive training: everything that may change as the context grows."""
 
@@ -257,6 +273,9 @@ class StageConfig(_Model):
         default="previous",
         min_length=1,
         description="previous (the stage before; the first starts from scratch), scratch, or a checkpoint directory",
+    )
+    needles: NeedlesConfig | None = Field(
+        default=None, description="needles to look for at the end of the stage; null: none"
     )
     remat: Literal["full", "attention", "none"] = Field(
         default="full", description="what the backward pass recomputes: everything, everything but attention, nothing"

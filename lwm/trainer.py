@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from lwm import cluster, flops, model, objective, provenance, resume, sharding, stages
 from lwm.checkpoint import Checkpoints, Manifest, NonFiniteParameters, load_params
-from lwm.config import RunConfig, StageConfig, fingerprint
+from lwm.config import ModelConfig, RunConfig, StageConfig, fingerprint
 from lwm.goodput import Goodput
 from lwm.lifecycle import NonFiniteLoss, Preempted, RunLock, StopSignal, Watchdog
 from lwm.profiler import Profiler
@@ -26,9 +26,23 @@ from lwm.step import BATCH_KEYS, VOTE_NO_BATCH, VOTE_NONE, VOTE_STOP, CompiledSt
 from lwm.telemetry import METRICS_FILE, Clock, StepReport, Telemetry, memory_metrics, read_metrics
 from lwm.tracking import ID_FILE, open_telemetry
 
-# on_stage_end(stage, params, mesh) runs after the stage's last checkpoint, for evaluation.
-StageEnd = Callable[[StageConfig, Params, Mesh], None]
 SKIPPED_FILE = "skipped_batches.jsonl"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A stage that ended, after its last checkpoint: `step` counts the run. `params` are placed on `mesh`."""
+
+    stage: StageConfig
+    model: ModelConfig
+    params: Params
+    mesh: Mesh
+    telemetry: Telemetry
+    step: int
+
+
+# Called with a stage that ended, for evaluation.
+StageEnd = Callable[[Ended], None]
 
 
 def train(
@@ -131,7 +145,7 @@ class _Run:
             progress.compilations += compiled.compilations
             assert state is not None
             state = self._fit(run, compiled, state, progress)
-            self._end(run.stage, state.params, run.mesh, on_stage_end)
+            self._end(run.stage, run.model, state.params, run.mesh, on_stage_end)
         self.checkpoints.close()
         done = f"all {len(self.config.stages)} stages are done"
         if len(self.records) < len(self.config.stages):
@@ -366,13 +380,16 @@ class _Run:
     def _steps_before(self, index: int) -> int:
         return sum(stage.steps for stage in self.config.stages[:index])
 
-    def _end(self, stage: StageConfig, params: Params, mesh: Mesh, on_stage_end: StageEnd | None) -> None:
+    def _end(
+        self, stage: StageConfig, config: ModelConfig, params: Params, mesh: Mesh, on_stage_end: StageEnd | None
+    ) -> None:
         """Call `on_stage_end` once; a mark in the run directory says that it came to its end."""
         mark = self.ended / stage.name
         if on_stage_end is None or mark.exists():
             return
         with self.goodput.timed("evaluate"):
-            on_stage_end(stage, params, mesh)
+            step = self._steps_before(self.config.stages.index(stage) + 1)
+            on_stage_end(Ended(stage, config, params, mesh, self.telemetry, step))
         if self.first_process:
             mark.parent.mkdir(parents=True, exist_ok=True)
             mark.touch()
@@ -386,4 +403,5 @@ class _Run:
         stage = self.config.stage(saved.stage)
         mesh = make_mesh(stage.mesh)
         config = self.config.model.model_copy(update={"rope_theta": stage.rope_theta})
-        self._end(stage, load_params(self.checkpoints.path(saved.step), mesh, config), mesh, on_stage_end)
+        params = load_params(self.checkpoints.path(saved.step), mesh, config)
+        self._end(stage, config, params, mesh, on_stage_end)

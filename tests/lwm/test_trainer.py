@@ -8,15 +8,14 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 from data.build import build_corpus
 from data.examples import TokenizedExample
 from data.vocabulary import Vocabulary
 from lwm import checkpoint, model, stages, trainer
-from lwm.config import RunConfig, StageConfig
+from lwm.config import RunConfig
 from lwm.lifecycle import NonFiniteLoss, Preempted, StopSignal
-from lwm.sharding import Params, flatten, make_mesh
+from lwm.sharding import flatten, make_mesh
 from lwm.step import abstract_state
 from lwm.telemetry import Telemetry, read_metrics
 
@@ -184,9 +183,10 @@ def test_stage_end_is_called_once_even_when_it_was_interrupted(corpus: Path, tmp
     config = run_config(corpus, tmp_path, stage("only", steps=2))
     called: list[str] = []
 
-    def on_stage_end(stage: StageConfig, params: Params, mesh: Mesh) -> None:
-        called.append(stage.name)
-        assert flatten(params)["layers/query"].sharding.mesh == mesh
+    def on_stage_end(ended: trainer.Ended) -> None:
+        called.append(ended.stage.name)
+        assert ended.step == 2
+        assert flatten(ended.params)["layers/query"].sharding.mesh == ended.mesh
         if len(called) == 1:
             raise KeyboardInterrupt
 

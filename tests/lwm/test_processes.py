@@ -1,0 +1,224 @@
+"""Runs of several real processes that are signalled, stopped and killed: what they agree on and how they end.
+
+Each process has some of eight simulated devices, and they talk over gloo. A process takes seconds to start, so the
+scenarios are few and each of them is followed to its end.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from lwm import trainer
+from lwm.checkpoint import Checkpoints, Manifest
+from lwm.cluster import sees_cluster
+from lwm.config import RunConfig
+from lwm.telemetry import read_metrics
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
+ROOT = Path(__file__).parents[2]
+PATIENCE = 540
+
+
+class Processes:
+    """Starts the tiny run as one or more processes."""
+
+    def __init__(self, corpus: Path, programs: Path, place: Path) -> None:
+        self.corpus, self.programs, self.place = corpus, programs, place
+
+    def start(
+        self, name: str, arguments: Sequence[Sequence[str]], environ: Mapping[str, str] | None = None
+    ) -> list[subprocess.Popen[str]]:
+        """One process for each list of arguments, with 8 / their number devices each; output in NAME.N.log."""
+        count = len(arguments)
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            address = f"localhost:{free.getsockname()[1]}"
+        started = []
+        for number, each in enumerate(arguments):
+            variables = os.environ | {
+                "JAX_PLATFORMS": "cpu",
+                "XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // count}"
+                " --xla_cpu_collective_call_terminate_timeout_seconds=600",
+                "PYTHONPATH": str(ROOT),
+                "LWM_TEST_PROGRAMS": str(self.programs),
+            }
+            if count > 1:
+                variables |= {
+                    "JAX_COORDINATOR_ADDRESS": address,
+                    "LWM_NUM_PROCESSES": str(count),
+                    "LWM_PROCESS_ID": str(number),
+                }
+            command = [sys.executable, str(Path(__file__).with_name("run_worker.py"))]
+            with open(self.log(name, number), "w") as log:
+                started.append(
+                    subprocess.Popen(
+                        [*command, str(self.corpus), str(self.place / name), *each],
+                        env=variables | dict(environ or {}),
+                        stdout=log,
+                        stderr=log,
+                        text=True,
+                    )
+                )
+        return started
+
+    def run(self, name: str, *arguments: Sequence[str]) -> list[int]:
+        """Their exit codes."""
+        started = self.start(name, arguments)
+        try:
+            return [process.wait(timeout=PATIENCE) for process in started]
+        except subprocess.TimeoutExpired:
+            for number in range(len(started)):
+                print(f"--- process {number}", self.said(name, number)[-3000:], sep="\n")
+            raise
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+
+    def log(self, name: str, number: int) -> Path:
+        return self.place / f"{name}.{number}.log"
+
+    def said(self, name: str, number: int = 0) -> str:
+        return self.log(name, number).read_text()
+
+    def last(self, name: str) -> Manifest:
+        manifest = Checkpoints(self.place / name / "checkpoints").latest()
+        assert manifest is not None
+        return manifest
+
+
+@pytest.fixture(scope="module")
+def processes(tiny_corpus: Path, programs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    yield Processes(tiny_corpus, programs, tmp_path_factory.mktemp("processes"))
+
+
+def losses(run: Path) -> list[float]:
+    records = [each for each in read_metrics(run / "metrics.jsonl") if "train/loss" in each]
+    assert [each["step"] for each in records] == list(range(1, len(records) + 1))
+    return [each["train/loss"] for each in records]
+
+
+def config_of(worker: ModuleType, processes: Processes, name: str) -> RunConfig:
+    return worker.override(worker.tiny_config(str(processes.corpus), str(processes.place / name)), [])
+
+
+@pytest.fixture(scope="module")
+def alone(worker: ModuleType, processes: Processes) -> list[float]:
+    """The losses of one process with eight devices that nobody disturbs."""
+    trainer.train(config_of(worker, processes, "alone"))
+    return losses(processes.place / "alone")
+
+
+def test_two_processes_lose_nothing_to_signals_and_four_go_on(
+    worker: ModuleType, processes: Processes, alone: list[float]
+) -> None:
+    """SIGTERM to one of two, a disk that fails one of two, SIGKILL of one of two, then four processes to the end.
+
+    The losses are those of one process; and one process that goes on from the middle gets them, too.
+    """
+    assert processes.run("run", [], ["--at", "3:term"]) == [42, 42]
+    stopped = processes.last("run")
+    assert 3 <= stopped.stage_step <= 6
+    for number in (0, 1):
+        assert f"SIGTERM: saved after step {stopped.stage_step} of stage short" in processes.said("run", number)
+    assert (stopped.num_processes, stopped.stage) == (2, "short")
+    assert losses(processes.place / "run") == pytest.approx(alone[: stopped.step], rel=1e-5)
+    shutil.copytree(processes.place / "run", processes.place / "moved")
+
+    assert processes.run("run", [], ["--at", f"{stopped.step + 1}:break-data"]) == [2, 2]
+    for number in (0, 1):
+        assert "no batch after step" in processes.said("run", number)
+        assert "Input/output error" in processes.said("run", number)
+    broken = processes.last("run")
+    assert broken.step > stopped.step
+
+    begin = time.monotonic()
+    codes = processes.run("run", [], ["--at", "10:kill"])
+    assert codes[1] == -signal.SIGKILL
+    assert codes[0] not in (0, 42), "the survivor must not take this for an end"
+    assert time.monotonic() - begin < PATIENCE
+    assert broken.step <= processes.last("run").step <= 10
+
+    assert processes.run("run", [], [], [], []) == [0, 0, 0, 0]
+    assert processes.last("run").num_processes == 4
+    assert losses(processes.place / "run") == pytest.approx(alone, rel=1e-5)
+
+    trainer.train(config_of(worker, processes, "moved"))
+    assert losses(processes.place / "moved") == pytest.approx(alone, rel=1e-5)
+    Checkpoints(processes.place / "moved" / "checkpoints").verify(12)
+
+
+def test_a_stopped_peer_is_noticed_by_what_is_not_completed(processes: Processes) -> None:
+    """One of two processes is frozen by SIGSTOP: the other says where all of its threads are, and exits with 43."""
+    slow = "cluster.heartbeat_seconds=400", "cluster.hang_seconds=20.0"
+    started = processes.start("frozen", [slow, [*slow, "--at", "3:stop"]])
+    try:
+        assert started[0].wait(timeout=PATIENCE) == 43
+        assert started[1].poll() is None, "a frozen process does not end by itself"
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    said = processes.said("frozen")
+    assert "nothing was completed for 20 s after step 3 of stage short; the stacks of all threads" in said
+    stacks = (processes.place / "frozen" / "hang-process0.txt").read_text()
+    assert "_fit" in stacks
+    assert "Thread 0x" in stacks
+    assert Checkpoints(processes.place / "frozen" / "checkpoints").steps() == [2]
+
+
+def test_hosts_that_were_started_differently_are_refused(processes: Processes) -> None:
+    """Before anything is computed or written; every process says which host it is and what differs."""
+    assert processes.run("differing", [], ["seed=1"]) == [2, 2]
+    host = socket.gethostname()
+    for number in (0, 1):
+        said = processes.said("differing", number)
+        assert f"the hosts do not agree with process 0 on {host}: process 1 on {host} has configuration" in said
+    assert not (processes.place / "differing" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, False),
+        ({"JAX_COORDINATOR_ADDRESS": "host:1"}, True),
+        ({"SLURM_NTASKS": "8"}, False),  # a batch script, which starts no process by itself
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, True),
+        ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, False),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, True),
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, False),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, True),
+    ],
+)
+def test_clusters_are_seen(environ: dict[str, str], expected: bool) -> None:
+    assert sees_cluster(environ) == expected
+
+
+def test_sigterm_before_there_is_anything_to_save_ends_at_once(processes: Processes) -> None:
+    """During imports, initialisation or compilation: no checkpoint directory, and a prompt end."""
+    rng = np.random.default_rng(0)
+    (process,) = processes.start("early", [[]])
+    time.sleep(0.5 + rng.random())
+    process.send_signal(signal.SIGTERM)
+    begin = time.monotonic()
+    assert process.wait(timeout=60) == -signal.SIGTERM
+    assert time.monotonic() - begin < 30
+    assert not (processes.place / "early" / "checkpoints").exists()
+
+
+def test_a_few_kills_lose_nothing(programs: Path, tmp_path: Path) -> None:
+    """The short version of scripts/kill_resume.py."""
+    command = [sys.executable, str(ROOT / "scripts" / "kill_resume.py"), "--kills", "3", "--work", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "every end is bitwise that of the undisturbed run" in done.stdout
