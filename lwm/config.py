@@ -13,33 +13,30 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from lwm import config_io
 from lwm.config_io import ConfigError
+from lwm.config_sections import (
+    CheckpointConfig,
+    ClusterConfig,
+    GuardConfig,
+    Name,
+    NeedlesConfig,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Section,
+    TelemetryConfig,
+    rule_error,
+)
 
 MESH_AXES = ("dp", "fsdp", "tp", "sp", "ulysses")
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=80)]
 
-
-class _Model(BaseModel):
-    """Unknown keys, lists and lossy conversions ("1" for 1, True for 1.0) are refused, so equal means equal."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=False)
-
-
-def _wrong(field: str, message: str) -> PydanticCustomError:
-    """An error of a rule that joins several fields, reported at the line of `field`."""
-    return PydanticCustomError("rule", "{message}", {"message": message, "field": field})
-
-
-class RopeScalingConfig(_Model):
+class RopeScalingConfig(Section):
     """Llama 3's scaling of rotary frequencies for contexts longer than the pretrained one."""
 
     kind: Literal["llama3"] = Field(default="llama3", description="the scaling rule")
@@ -51,7 +48,7 @@ class RopeScalingConfig(_Model):
     original_seq_len: Positive = Field(description="context length of pretraining, in tokens")
 
 
-class ModelConfig(_Model):
+class ModelConfig(Section):
     """A decoder-only transformer of the LLaMA family, with a second vocabulary for vision."""
 
     text_vocab_size: Positive = Field(description="number of text token ids; vision ids start here")
@@ -90,7 +87,7 @@ class ModelConfig(_Model):
             filled["num_kv_heads"] = heads
         if filled.get("head_dim") is None:
             if hidden % heads:
-                raise _wrong(
+                raise rule_error(
                     "hidden_size",
                     f"hidden_size {hidden} is not a multiple of num_heads {heads}; change one, or set head_dim",
                 )
@@ -100,18 +97,18 @@ class ModelConfig(_Model):
     @model_validator(mode="after")
     def _check_heads(self) -> Self:
         if self.num_heads % self.num_kv_heads:
-            raise _wrong(
+            raise rule_error(
                 "num_kv_heads",
                 f"num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}; use a divisor",
             )
         if self.head_dim % 2:
-            raise _wrong(
+            raise rule_error(
                 "head_dim", f"head_dim {self.head_dim} is odd; rotary embeddings turn pairs, so use an even one"
             )
         return self
 
 
-class VQGANConfig(_Model):
+class VQGANConfig(Section):
     """The vision tokenizer: a frame becomes (resolution / 2^(levels-1))^2 codes."""
 
     resolution: Positive = Field(description="side of the square frames, in pixels")
@@ -132,7 +129,7 @@ class VQGANConfig(_Model):
     def _check_resolution(self) -> Self:
         step = 2 ** (len(self.channel_mult) - 1)
         if self.resolution % step:
-            raise _wrong(
+            raise rule_error(
                 "resolution",
                 f"resolution {self.resolution} is not a multiple of {step}, the reduction of"
                 f" {len(self.channel_mult)} levels in channel_mult; change one of them",
@@ -145,7 +142,7 @@ class VQGANConfig(_Model):
         return (self.resolution // 2 ** (len(self.channel_mult) - 1)) ** 2
 
 
-class MeshConfig(_Model):
+class MeshConfig(Section):
     """Sizes of the mesh axes; their product is the number of devices, and one of them may be -1: whatever is left."""
 
     dp: int = Field(default=1, description="data parallel: weights copied, batch rows split")
@@ -158,13 +155,13 @@ class MeshConfig(_Model):
     def _check_sizes(self) -> Self:
         for axis in MESH_AXES:
             if (size := getattr(self, axis)) < 1 and size != -1:
-                raise _wrong(axis, f"mesh axis {axis} is {size}; it must be at least 1, or -1 for what is left")
+                raise rule_error(axis, f"mesh axis {axis} is {size}; it must be at least 1, or -1 for what is left")
         if len(free := [axis for axis in MESH_AXES if getattr(self, axis) == -1]) > 1:
-            raise _wrong(free[-1], f"mesh axes {' and '.join(free)} are both -1; only one can take what is left")
+            raise rule_error(free[-1], f"mesh axes {' and '.join(free)} are both -1; only one can take what is left")
         return self
 
 
-class AttentionConfig(_Model):
+class AttentionConfig(Section):
     """How attention is spread over the sequence axes of the mesh."""
 
     strategy: Literal["ring", "ulysses", "all_gather", "usp", "auto"] = Field(
@@ -181,7 +178,7 @@ class AttentionConfig(_Model):
     backend: Literal["auto", "xla", "pallas_tpu", "pallas_gpu"] = Field(default="auto", description="the local kernel")
 
 
-class OptimizerConfig(_Model):
+class OptimizerConfig(Section):
     """AdamW with warm-up; the learning rate restarts with each stage."""
 
     peak_lr: PositiveFloat = Field(description="learning rate after warm-up")
@@ -197,52 +194,18 @@ class OptimizerConfig(_Model):
     @model_validator(mode="after")
     def _check_rates(self) -> Self:
         if self.min_lr > self.peak_lr:
-            raise _wrong("min_lr", f"min_lr {self.min_lr:g} is above peak_lr {self.peak_lr:g}; lower it")
+            raise rule_error("min_lr", f"min_lr {self.min_lr:g} is above peak_lr {self.peak_lr:g}; lower it")
         return self
 
 
-class GuardConfig(_Model):
-    """Which updates are not made. One whose loss or gradient is not finite never is; spikes only where a factor says.
-
-    What is typical is a running mean over the stage's updates so far, about the last 50 of them.
-    """
-
-    loss_factor: Annotated[float, Field(gt=1)] | None = Field(
-        default=None, description="skip updates whose loss is above this many times the typical one; null: none"
-    )
-    norm_factor: Annotated[float, Field(gt=1)] | None = Field(
-        default=None, description="skip updates whose gradient norm is above this many times the typical; null: none"
-    )
-    after_steps: NonNegative = Field(default=50, description="updates of a stage before spikes are looked for")
-    max_in_a_row: Positive = Field(
-        default=10, description="skipped updates in a row after which the run saves and ends with exit code 44"
-    )
-
-
-class MixtureEntry(_Model):
+class MixtureEntry(Section):
     """One corpus and its part of a stage's data."""
 
     corpus: Name = Field(description="name of an entry of corpora")
     share: PositiveFloat = Field(description="weight of the corpus; shares are relative to their sum")
 
 
-class NeedlesConfig(_Model):
-    """Needles to look for at the end of a stage; accuracies and pictures go to the run's telemetry."""
-
-    lengths: tuple[Positive, ...] = Field(min_length=1, description="context lengths in tokens, none above seq_len")
-    depths: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(
-        default=(0.0, 0.25, 0.5, 0.75, 1.0), min_length=1, description="places of the needle, from 0 (start) to 1 (end)"
-    )
-    rounds: Positive = Field(default=2, description="cases per length and depth")
-    haystack: tuple[str, ...] = Field(
-        default=(), description="text files to hide needles in; none: generated sentences"
-    )
-    video: tuple[str, ...] = Field(
-        default=(), description="videos, or folders of them, to hide number plates in; none: needles in text only"
-    )
-
-
-class StageConfig(_Model):
+class StageConfig(Section):
     """One stage of progressive training: everything that may change as the context grows."""
 
     name: Name = Field(description="name of the stage, unique in the run")
@@ -303,9 +266,11 @@ class StageConfig(_Model):
         names = [entry.corpus for entry in self.mixture]
         for index, name in enumerate(names):
             if name in names[:index]:
-                raise _wrong(f"mixture.{index}.corpus", f"stage {self.name}: corpus {name!r} is in the mixture twice")
+                raise rule_error(
+                    f"mixture.{index}.corpus", f"stage {self.name}: corpus {name!r} is in the mixture twice"
+                )
         if self.optimizer.warmup_steps > self.steps:
-            raise _wrong(
+            raise rule_error(
                 "optimizer.warmup_steps",
                 f"stage {self.name}: warmup_steps {self.optimizer.warmup_steps} is above steps {self.steps}; lower it",
             )
@@ -314,79 +279,21 @@ class StageConfig(_Model):
         return self
 
 
-class TokenizersConfig(_Model):
+class TokenizersConfig(Section):
     """Files of the two tokenizers."""
 
     text: str | None = Field(default=None, description="SentencePiece model file")
     vision: str | None = Field(default=None, description="directory of VQGAN weights")
 
 
-class CorpusConfig(_Model):
+class CorpusConfig(Section):
     """A tokenized corpus on disk."""
 
     name: Name = Field(description="name by which mixtures refer to it")
     directory: str = Field(min_length=1, description="directory written by `lwm data build`")
 
 
-class CheckpointConfig(_Model):
-    """When to save and what to keep."""
-
-    every_steps: Positive = Field(default=100, description="steps between saves; a stage's last step is always saved")
-    keep_last: Positive = Field(default=2, description="number of most recent checkpoints kept")
-    keep_every: Positive | None = Field(
-        default=None, description="also keep, for ever, checkpoints whose step of the run divides by this; null: none"
-    )
-    max_failed_saves: Positive = Field(
-        default=3, description="failed saves in a row, such as on a full disk, after which the run ends"
-    )
-    data_change: Literal["refuse", "accept"] = Field(
-        default="refuse",
-        description="whether a stage may continue on other data (seed, batch, corpora, packing) than it began with",
-    )
-    resume: Literal["auto", "must", "never"] = Field(
-        default="auto",
-        description="auto: continue where there is something; must: refuse a fresh start; never: refuse an old run",
-    )
-
-
-class ClusterConfig(_Model):
-    """How processes on several hosts find and lose each other, and when a run counts as stuck."""
-
-    join: Literal["auto", "yes", "no"] = Field(
-        default="auto", description="join other processes; auto: when Slurm, MPI, a TPU pod or the launcher says so"
-    )
-    init_seconds: Positive = Field(default=300, description="how long processes wait for each other at the start")
-    heartbeat_seconds: Positive = Field(
-        default=100, description="silence after which a process counts as dead and the others end"
-    )
-    hang_seconds: PositiveFloat | None = Field(
-        default=1800.0,
-        description="time without a completed step or save after which the run ends with exit code 43; null: never",
-    )
-
-
-class TelemetryConfig(_Model):
-    """What is reported, where and how often. Metrics always go to metrics.jsonl in the run directory."""
-
-    log_every: Positive = Field(default=1, description="steps between console lines")
-    wandb: Literal["auto", "online", "offline", "off"] = Field(
-        default="auto", description="Weights & Biases; auto: online with a key, else offline; never delays training"
-    )
-    wandb_project: str = Field(default="lwm", min_length=1, description="Weights & Biases project")
-    wandb_entity: str | None = Field(default=None, description="Weights & Biases team or user")
-    tensorboard: bool = Field(
-        default=False, description="also write TensorBoard files to the run directory; needs the package tensorboardX"
-    )
-    profile_from: Positive | None = Field(
-        default=None, description="step of the run whose trace is recorded; null: only where RUN_DIR/profile is touched"
-    )
-    profile_steps: Positive = Field(default=3, description="steps in one trace of jax's profiler")
-    peak_flops: PositiveFloat | None = Field(
-        default=None, description="peak FLOP/s of one device, for MFU, where the device is not a known TPU or GPU"
-    )
-
-
-class RunConfig(_Model):
+class RunConfig(Section):
     """One run: a model, its data and its stages."""
 
     name: Name = Field(description="name of the run")
@@ -423,17 +330,19 @@ class RunConfig(_Model):
         for kind, names in (("stages", stage_names), ("corpora", corpus_names)):
             for index, name in enumerate(names):
                 if name in names[:index]:
-                    raise _wrong(f"{kind}.{index}.name", f"{kind} has two entries named {name!r}; names must be unique")
+                    raise rule_error(
+                        f"{kind}.{index}.name", f"{kind} has two entries named {name!r}; names must be unique"
+                    )
         for index, stage in enumerate(self.stages):
             for position, entry in enumerate(stage.mixture):
                 if entry.corpus not in corpus_names:
-                    raise _wrong(
+                    raise rule_error(
                         f"stages.{index}.mixture.{position}.corpus",
                         f"stage {stage.name}: corpus {entry.corpus!r} is not in corpora ({', '.join(corpus_names)})",
                     )
             _check_heads_split(self.model, stage, f"stages.{index}.")
         if self.vqgan is not None and self.model.vision_vocab_size < self.vqgan.num_embeddings + 2:
-            raise _wrong(
+            raise rule_error(
                 "model.vision_vocab_size",
                 f"model.vision_vocab_size {self.model.vision_vocab_size} is too small for vqgan.num_embeddings"
                 f" {self.vqgan.num_embeddings} codes and <eof>, <eov>; use at least {self.vqgan.num_embeddings + 2}",
@@ -446,7 +355,7 @@ def _check_split(stage: StageConfig, shards: int) -> None:
     pieces = 2 * shards if layout == "zigzag" else shards
     if stage.seq_len % pieces:
         nearest = max(stage.seq_len // pieces, 1) * pieces
-        raise _wrong(
+        raise rule_error(
             "seq_len",
             f"stage {stage.name}: seq_len {stage.seq_len} cannot be split by the {layout} layout over {shards} sequence"
             f" shards (sp * ulysses); use a multiple of {pieces}, such as {nearest}",
@@ -457,13 +366,13 @@ def _check_heads_split(model: ModelConfig, stage: StageConfig, prefix: str) -> N
     tp, ulysses = max(stage.mesh.tp, 1), max(stage.mesh.ulysses, 1)
     for name, heads in (("num_heads", model.num_heads), ("num_kv_heads", model.num_kv_heads)):
         if heads % tp:
-            raise _wrong(
+            raise rule_error(
                 f"{prefix}mesh.tp",
                 f"stage {stage.name}: model.{name} {heads} is not a multiple of mesh axis tp {tp};"
                 f" use a divisor of {heads}",
             )
     if model.num_heads % (tp * ulysses):
-        raise _wrong(
+        raise rule_error(
             f"{prefix}mesh.ulysses",
             f"stage {stage.name}: model.num_heads {model.num_heads} is not a multiple of tp * ulysses = {tp * ulysses};"
             " use a smaller ulysses and a larger sp",

@@ -46,7 +46,7 @@ def test_every_stage_is_the_papers(config: RunConfig, rows: list[tuple], batch_t
     ):
         assert (stage.seq_len, stage.rope_theta, stage.steps) == (seq_len, theta, steps), name
         assert stage.tokens_per_step == batch_tokens, name
-        assert stage.tokens_per_step * stage.steps == pytest.approx(BILLIONS[name] * 1e9, rel=0.09), name
+        assert stage.tokens_per_step * stage.steps == pytest.approx(BILLIONS[name] * 1e9, rel=0.1), name
         assert (stage.mesh.dp, stage.mesh.fsdp, stage.mesh.tp, stage.mesh.sp, stage.mesh.ulysses) == (*mesh, 1), name
         optimizer = stage.optimizer
         assert (optimizer.peak_lr, optimizer.warmup_steps, optimizer.schedule) == (peak, warmup, schedule), name

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -98,8 +98,8 @@ class Processes:
 
 
 @pytest.fixture(scope="module")
-def processes(tiny_corpus: Path, programs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    yield Processes(tiny_corpus, programs, tmp_path_factory.mktemp("processes"))
+def processes(tiny_corpus: Path, programs: Path, tmp_path_factory: pytest.TempPathFactory) -> Processes:
+    return Processes(tiny_corpus, programs, tmp_path_factory.mktemp("processes"))
 
 
 def losses(run: Path) -> list[float]:
