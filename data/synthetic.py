@@ -215,7 +215,7 @@ def place_text_needle(
     if fixed > length:
         raise ValueError(f"length is {length}; needles, question and answer alone take {fixed} tokens")
     text, sentences, words = haystack.cut(rng, length - fixed)
-    context, starts = _insert(text, needles, sentences, words)
+    context, starts = insert_needles(text, needles, sentences, words)
     tokens = np.concatenate([np.asarray([tokenizer.bos_id], np.int32), context, asked])
     return PlacedNeedle(
         tokens=tokens,
@@ -229,7 +229,7 @@ def place_text_needle(
     )
 
 
-def _insert(
+def insert_needles(
     text: NDArray[np.int32],
     needles: Sequence[tuple[float, NDArray[np.int32]]],
     sentences: NDArray[np.int64],

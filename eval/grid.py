@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eval.protocol import Kind
+from eval.protocol import TEXT_FAMILIES, VIDEO_FAMILIES, Kind
 
-_KINDS: tuple[Kind, ...] = ("single", "distractors", "no_needle", "blind")
+# A kind's place seeds its cases: new ones come last.
+_KINDS: tuple[Kind, ...] = ("single", "distractors", "no_needle", "blind", *TEXT_FAMILIES, *VIDEO_FAMILIES)
 
 
 @dataclass(frozen=True)
@@ -65,3 +66,11 @@ def specs(
             yield Spec("no_needle", length, None, index, seed)
     for index in range(control_rounds * len(lengths)):
         yield Spec("blind", 0, None, index, seed)
+
+
+def family_specs(families: Sequence[Kind], lengths: Sequence[int], rounds: int, seed: int) -> Iterator[Spec]:
+    """Every (family, length, round); their needles lie at random depths."""
+    for kind in families:
+        for length in map(int, lengths):
+            for index in range(rounds):
+                yield Spec(kind, length, None, index, seed)

@@ -111,6 +111,12 @@ def _build(
     )
 
 
+def tokens_of_frames(num_frames: int, codes_per_frame: int, tokenizer: TextTokenizer, vocabulary: Vocabulary) -> int:
+    """Tokens of a case of `num_frames` frames, with its question and answer: the least length that holds them."""
+    codes = np.zeros((num_frames, codes_per_frame), np.int32)
+    return synthetic.video_needle(codes, codes[0], 0, 0.0, tokenizer, vocabulary).length
+
+
 def frame_codes(prompt: np.ndarray, vocabulary: Vocabulary, codes_per_frame: int) -> np.ndarray:
     """int32 [T, n]: the codes of the prompt's whole frames, wherever it is cut off."""
     ids = prompt[vocabulary.is_vision(prompt)]

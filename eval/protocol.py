@@ -12,8 +12,16 @@ from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 
-Kind = Literal["single", "distractors", "no_needle", "blind"]
+Kind = Literal[
+    "single", "distractors", "no_needle", "blind",
+    "multi_value", "multi_query", "variables", "several", "ordering", "counting", "clip", "overlay",
+]  # fmt: skip
 CONTROLS: tuple[Kind, ...] = ("no_needle", "blind")
+# Questions that ask for more than one needle's number, or hide it in another way.
+TEXT_FAMILIES: tuple[Kind, ...] = ("multi_value", "multi_query", "variables")
+VIDEO_FAMILIES: tuple[Kind, ...] = ("several", "ordering", "counting", "clip", "overlay")
+# How an answer counts: names the number and no other; the share of the references it names; names them in their order.
+Metric = Literal["number", "share", "sequence"]
 
 
 class Model(Protocol):
@@ -48,6 +56,7 @@ class Case:
     length: requested tokens, question and answer included (a blind control has no haystack, and its own size).
     depth: requested depth, 0..1; None for controls, where nothing is placed.
     prompt: int32 [num_tokens], num_tokens <= length.
+    answers, metric: the references where there are several, and how they count.
     """
 
     task: str
@@ -60,6 +69,8 @@ class Case:
     needles: tuple[Placed, ...] = ()
     num_frames: int | None = None
     frame_sources: np.ndarray | None = None  # int32 [T, 2]: clip and frame within it, -1 for the needle
+    answers: tuple[str, ...] = ()
+    metric: Metric = "number"
 
     def __post_init__(self) -> None:
         assert self.kind in get_args(Kind), self.kind
@@ -75,7 +86,9 @@ class Case:
     @property
     def key(self) -> str:
         """sha256 of everything that makes this case what it is; the same case has the same key in every process."""
-        parts = (self.task, self.kind, self.length, self.depth, self.round, self.answer)
+        parts: tuple = (self.task, self.kind, self.length, self.depth, self.round, self.answer)
+        if self.metric != "number":
+            parts += (self.answers, self.metric)
         digest = hashlib.sha256(repr(parts).encode())
         digest.update(self.prompt.astype("<i4").tobytes())
         return digest.hexdigest()
@@ -96,5 +109,7 @@ class Case:
             "num_frames": self.num_frames,
             "round": self.round,
             "answer": self.answer,
+            "answers": list(self.answers or (self.answer,)),
+            "metric": self.metric,
             "needles": [asdict(needle) for needle in self.needles],
         }

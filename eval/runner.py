@@ -135,7 +135,7 @@ def run(
     tokens_left = sum(len(case.prompt) for case in missing.values())
     tokens_done = 0
     done = [records[key] for key in keys if key in records]
-    correct = sum(scoring.matches(r["output"], r["answer"]) for r in done)
+    correct = sum(scoring.is_right(r) for r in done)
     num_done = len(done)
     total = num_done + len(missing)
     if progress:
@@ -158,7 +158,7 @@ def run(
                         "output_ids": [int(token) for token in ids],
                     }
                     records[record["key"]] = record
-                    correct += scoring.matches(record["output"], record["answer"])
+                    correct += scoring.is_right(record)
                     file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
@@ -189,7 +189,22 @@ def evaluate(
     options: those of `run` but `path`.
     """
     out_dir = Path(out_dir)
-    records = run(cases, model, path=out_dir / RECORDS_NAME, **options)
-    summary = {"model": options["model_id"], **scoring.summarize(records, threshold=threshold)}
+    run(cases, model, path=out_dir / RECORDS_NAME, **options)
+    return score(cases, out_dir, model_id=options["model_id"], threshold=threshold)
+
+
+def score(cases: Sequence[Case], out_dir: str | Path, *, model_id: str, threshold: float = 0.85) -> dict[str, Any]:
+    """Score what `out_dir/cases.jsonl` says, and write `out_dir/summary.json`; returns the summary.
+
+    ValueError where a case was not asked yet.
+    """
+    out_dir = Path(out_dir)
+    records = read_records(out_dir / RECORDS_NAME)
+    keys = [record_key(case, model_id) for case in cases]
+    if missing := [key for key in keys if key not in records]:
+        raise ValueError(
+            f"{out_dir / RECORDS_NAME} lacks {len(missing)} of {len(keys)} cases of {model_id}; ask it with --step run"
+        )
+    summary = {"model": model_id, **scoring.summarize([records[key] for key in keys], threshold=threshold)}
     write_json(out_dir / SUMMARY_NAME, summary)
     return summary

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from eval.protocol import CONTROLS
+from eval.protocol import CONTROLS, TEXT_FAMILIES, VIDEO_FAMILIES
 
 Record = Mapping[str, Any]
 
@@ -26,6 +26,28 @@ def matches(output: str, answer: str) -> bool:
     """
     named = {number for number in _NUMBER.findall(output) if len(number) == len(answer)}
     return named == {answer}
+
+
+def score(record: Record) -> float:
+    """0 to 1: how right a record's output is, by its metric (see `eval.protocol.Metric`)."""
+    metric, output = record.get("metric", "number"), record["output"]
+    if metric == "number":
+        return float(matches(output, record["answer"]))
+    references = record["answers"]
+    if metric == "share":
+        # RULER's string_match_all, on whole words.
+        return sum(_names(output, reference) for reference in references) / len(references)
+    size = len(references[0])
+    return float([number for number in _NUMBER.findall(output) if len(number) == size] == list(references))
+
+
+def is_right(record: Record) -> bool:
+    """Whether nothing is missing from a record's output."""
+    return score(record) == 1.0
+
+
+def _names(output: str, reference: str) -> bool:
+    return re.search(rf"(?<!\w){re.escape(reference)}(?!\w)", output) is not None
 
 
 def digit_accuracy(output: str, answer: str) -> float:
@@ -73,7 +95,7 @@ def tally(records: Iterable[Record]) -> dict[str, Any]:
     """{correct, total, accuracy, low, high, digit_accuracy} of some records; accuracy is None when there are none."""
     records = list(records)
     total = len(records)
-    correct = sum(matches(r["output"], r["answer"]) for r in records)
+    correct = sum(map(is_right, records))
     low, high = wilson(correct, total)
     digits = sum(digit_accuracy(r["output"], r["answer"]) for r in records)
     return {
@@ -123,6 +145,25 @@ def effective_length(accuracy_by_length: Mapping[int, float], threshold: float =
     return reached
 
 
+def families(records: Iterable[Record], threshold: float = 0.85) -> dict[str, dict[str, Any]]:
+    """Kind -> its mean `score` (also by length), how many answers were wholly right with Wilson bounds, and
+    `effective_context_length`: the largest length at which, and below which, the score stays at the threshold.
+    """
+    result = {}
+    asked = [r for r in records if r["kind"] in TEXT_FAMILIES + VIDEO_FAMILIES]
+    for kind, members in group(asked, lambda r: r["kind"]).items():
+        lengths = group(members, lambda r: r["length"])
+        by_length = {length: sum(map(score, each)) / len(each) for length, each in lengths.items()}
+        counts = tally(members)
+        result[kind] = {
+            "score": sum(map(score, members)) / len(members),
+            **{name: counts[name] for name in ("correct", "total", "low", "high")},
+            "score_by_length": {str(length): value for length, value in by_length.items()},
+            "effective_context_length": effective_length(by_length, threshold),
+        }
+    return result
+
+
 def _by(records: Sequence[Record], field: str) -> dict[str, float]:
     return {str(key): tally(members)["accuracy"] for key, members in group(records, lambda r: r[field]).items()}
 
@@ -131,17 +172,19 @@ def summarize(records: Sequence[Record], *, threshold: float = 0.85, num_failure
     """Everything the report shows, as JSON values.
 
     `accuracy`, `accuracy_by_length`, `accuracy_by_depth`, `cells` and `effective_context_length` are of the single
-    needles; `distractor_*` of the prompts with several; `control_accuracy` of both controls together, `controls` of
-    each, with the probability that a guesser does at least as well. Keys of the by-length dicts are strings (JSON).
-    A value that nothing was measured for is None.
+    needles; `distractor_*` of the prompts with several; `families` of the other ways to ask (see `families`);
+    `control_accuracy` of both controls together, `controls` of each, with the probability that a guesser does at least
+    as well. Keys of the by-length dicts are strings (JSON). A value that nothing was measured for is None.
     """
     single = [r for r in records if r["kind"] == "single"]
     distractors = [r for r in records if r["kind"] == "distractors"]
     control = [r for r in records if r["kind"] in CONTROLS]
     overall, crowded, guessed = tally(single), tally(distractors), tally(control)
-    chance = 10.0 ** -max((len(r["answer"]) for r in records), default=3)
+    plain = [r for r in records if r["kind"] not in TEXT_FAMILIES + VIDEO_FAMILIES]
+    chance = 10.0 ** -max((len(r["answer"]) for r in plain), default=3)
     by_length = _by(single, "length")
     failures = [r for r in single if not matches(r["output"], r["answer"])]
+    measured = families(records, threshold)
     shown = ("case", "length", "depth", "answer", "output")
     return {
         "accuracy": overall["accuracy"],
@@ -158,6 +201,7 @@ def summarize(records: Sequence[Record], *, threshold: float = 0.85, num_failure
         "distractor_interval": [crowded["low"], crowded["high"]],
         "distractor_accuracy_by_length": _by(distractors, "length"),
         "distractor_cells": cells(distractors),
+        "families": measured,
         "chance": chance,
         "control_accuracy": guessed["accuracy"],
         "control_interval": [guessed["low"], guessed["high"]],

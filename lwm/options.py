@@ -67,6 +67,15 @@ EndpointModelOption = Annotated[str, typer.Option("--endpoint-model", metavar="N
 EvalCheckpointOption = Annotated[
     Path | None, typer.Option("--checkpoint", metavar="DIR", help="A run directory, its checkpoints, or one step.")
 ]
+FamilyRoundsOption = Annotated[int, typer.Option("--family-rounds", min=1, help="Cases per family and length.")]
+NeedlesOption = Annotated[int, typer.Option("--needles", min=2, help="Needles in a family's case, at most.")]
+StepOption = Annotated[
+    str,
+    typer.Option(
+        "--step",
+        help="all, or some of build (the manifest), run (ask), score, plot; each goes on from what is in --out.",
+    ),
+]
 FirstKOption = Annotated[int, typer.Option("--first-k", min=1, help="Tokens that the model first-k reads.")]
 BatchOption = Annotated[int, typer.Option("--batch-size", min=1, help="Prompts at once.")]
 BatchTokensOption = Annotated[int | None, typer.Option("--batch-tokens", min=1, help="Tokens at once, at most.")]

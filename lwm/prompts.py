@@ -62,7 +62,7 @@ def _check_room(path: str | Path, num_frames: int, frame_tokens: int, max_tokens
         most = (max_tokens - 1) // frame_tokens
         raise ValueError(
             f"{path}: {num_frames}{more} frames of {frame_tokens} tokens take {num_frames * frame_tokens}{more}, but "
-            f"the model's context is {max_tokens}; give --frames {most} at most, a lower --fps, or a longer --max-length"
+            f"the model's context is {max_tokens}; give --frames {most} at most, a lower --fps, or more --max-length"
         )
 
 

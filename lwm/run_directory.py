@@ -31,8 +31,22 @@ def find_run(checkpoint_dir: str | Path, config: str | None = None, overrides: S
     step = find_checkpoint(checkpoint_dir)
     for directory in (step, step.parent, step.parent.parent):
         if (directory / RUN_FILE).is_file():
-            return load_config(directory / RUN_FILE, overrides)
+            return load_config(directory / RUN_FILE, [*_moved(directory), *overrides])
     raise ConfigError(
         f"{checkpoint_dir} has no {RUN_FILE} that says which tokenizers its model reads; give the configuration that "
         "it was trained with as --config CONFIG"
     )
+
+
+def _moved(directory: Path) -> list[str]:
+    """Overrides that find tokenizers whose paths were relative to where the run was started, when that is elsewhere."""
+    values = json.loads((directory / RUN_FILE).read_text(encoding="utf-8"))
+    output = Path(values.get("output_dir") or "")
+    if output.is_absolute() or directory.parts[-len(output.parts) :] != output.parts:
+        return []
+    start = Path(*directory.parts[: -len(output.parts)])
+    found = []
+    for name, given in (values.get("tokenizers") or {}).items():
+        if given and not Path(given).exists() and (start / given).exists():
+            found.append(f"tokenizers.{name}={start / given}")
+    return found

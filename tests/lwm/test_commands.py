@@ -1,5 +1,6 @@
 """The commands that use a model, end to end on an untrained one: vision tokenizer, corpora, ask, generate, eval."""
 
+import csv
 import io
 import json
 from pathlib import Path
@@ -262,8 +263,31 @@ def test_models_that_need_no_checkpoint(tmp_path: Path, task: str, capsys: pytes
     for name, low, high in (("oracle", 1.0, 1.0), ("random", 0.0, 0.3), ("first-k", 0.1, 0.9)):
         out = tmp_path / name
         options = ["--model", name, "--out", str(out), "--lengths", "512,1024", "--rounds", "1"]
-        assert cli.run(["eval", task, *options]) == 0
-        assert low <= json.loads((out / "summary.json").read_text())["accuracy"] <= high
+        assert cli.run(["eval", task, *options, "--families", "all", "--family-rounds", "2"]) == 0
+        summary = json.loads((out / "summary.json").read_text())
+        assert low <= summary["accuracy"] <= high
+        assert len(summary["families"]) == (3 if task == "needle-text" else 5)
+        scores = [family["score"] for family in summary["families"].values()]
+        assert name != "oracle" or scores == [1.0] * len(scores)
+        assert name != "random" or max(scores) < 0.5
+        with (out / "cases.csv").open(newline="") as file:
+            assert len(list(csv.DictReader(file))) == sum(1 for _ in (out / "cases.jsonl").open())
+    # The steps apart: the same manifest, asked of another model, has the same cases.
+    manifest = (tmp_path / "oracle" / "manifest.jsonl").read_bytes()
+    (tmp_path / "steps").mkdir()
+    for given in ("manifest.jsonl", "text.model"):
+        (tmp_path / "steps" / given).write_bytes((tmp_path / "oracle" / given).read_bytes())
+    steps = ["eval", task, "--out", str(tmp_path / "steps")]
+    assert "has no answers yet" in refusal(*steps, "--step", "score")
+    assert cli.run([*steps, "--step", "run", "--model", "oracle"]) == 0
+    assert cli.run([*steps, "--step", "score,plot"]) == 0
+    assert (tmp_path / "steps" / "manifest.jsonl").read_bytes() == manifest
+    expected, summary = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("oracle", "steps"))
+    assert summary == expected
+    changed = manifest.replace(b'"round": 0', b'"round": 7', 1)
+    (tmp_path / "steps" / "manifest.jsonl").write_bytes(changed)
+    assert "was changed after it was written" in refusal(*steps, "--step", "run", "--model", "oracle")
+    assert "there is no 'guess'" in refusal(*steps, "--step", "guess")
     assert "unknown model 'prophet'" in refusal("eval", task, "--model", "prophet", "--out", str(tmp_path / "x"))
     capsys.readouterr()
 
