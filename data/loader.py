@@ -57,7 +57,8 @@ class Loader:
 
     corpora: by name; all of one vocabulary (text-only ones may lack its vision half). shares: relative share of each
     corpus used. permutation: int [S], the order of the slots that is sharded (`ring.layout.permutation`), applied to
-    every array. rows: the rows of the global batch to fill, by default this process's even part.
+    every array. rows: the rows of the global batch to fill, by default this process's even part. columns: the run of
+    slots (after the permutation) to fill, by default all; examples that have none of them are not read.
     packing: "masked" keeps examples of a row apart by segment; "concat" fits the same examples into the same rows as
     one segment; "pad" gives each a row. weighting: see `data.packing.piece_scale`; weights count the whole global
     batch whatever part is filled. join, least_fill: see `data.mixture.Mixture`.
@@ -84,6 +85,7 @@ class Loader:
         process_index: int = 0,
         process_count: int = 1,
         rows: slice | None = None,
+        columns: slice | None = None,
     ) -> None:
         if packing not in get_args(Packing):
             raise ValueError(f"packing is {packing!r}; it must be one of {', '.join(get_args(Packing))}")
@@ -112,7 +114,7 @@ class Loader:
                     "mark what is to be learned when building it, or take it out of shares"
                 )
         self._text_only = np.array([corpus.counts["vision_tokens"] == 0 for corpus in self._corpora])
-        self._permutation = _permutation(permutation, seq_len)
+        self._slots = _own_slots(_permutation(permutation, seq_len), seq_len, columns)
         self._records = _Records(self.names, self._corpora)
         self.last_wait_seconds = 0.0
         settings = {
@@ -136,9 +138,9 @@ class Loader:
         return self._mixture.rows(step * self.batch_rows, self.batch_rows)
 
     def batch(self, step: int) -> Batch:
-        """This process's rows of the global batch of `step`, 0 being the first.
+        """This process's part of the global batch of `step`, 0 being the first.
 
-        Returns tokens, targets, positions, segment_ids int32 and loss_weights float32, each [rows, S].
+        Returns tokens, targets, positions, segment_ids int32 and loss_weights float32, each [rows, columns].
         """
         plan = self.plan(step)
         scale = self._scale(plan)
@@ -146,15 +148,30 @@ class Loader:
         first = int(plan.offsets[self._rows.start])
         batch = fill(
             mine,
-            self._records.read(mine.corpus, mine.example),
+            self._examples(mine),
             scale[first : first + mine.example.size],
             seq_len=self.seq_len,
             text_size=self._text_size,
             mode=self.packing,
         )
-        if self._permutation is not None:
-            batch = {name: array[:, self._permutation] for name, array in batch.items()}
+        if self._slots is not None:
+            batch = {name: array[:, self._slots] for name, array in batch.items()}
         return batch
+
+    def _examples(self, rows: Rows) -> list[Tokenized]:
+        """The example of every piece; a blank where this process has none of its slots."""
+        if self._slots is None or self._slots.size == self.seq_len:
+            return self._records.read(rows.corpus, rows.example)
+        ours = np.zeros(self.seq_len + 1, np.int64)
+        ours[self._slots + 1] = 1
+        before = np.cumsum(ours)  # how many of a row's first slots are ours
+        stop = np.cumsum(rows.length) - np.repeat(
+            np.concatenate([[0], np.cumsum(rows.length)])[rows.offsets[:-1]], np.diff(rows.offsets)
+        )
+        (needed,) = np.nonzero(before[stop] > before[stop - rows.length])
+        read = dict(zip(needed.tolist(), self._records.read(rows.corpus[needed], rows.example[needed]), strict=True))
+        lasts = (rows.start + rows.length + 1).tolist()
+        return [read.get(piece) or _Blank(last) for piece, last in enumerate(lasts)]
 
     def iterate(
         self, start_step: int = 0, prefetch: int = 2, *, stop_step: int | None = None, workers: int = 1
@@ -196,6 +213,14 @@ class Loader:
             start = int(plan.start[piece])
             in_piece[piece] = learned_counts(example, start, start + int(plan.length[piece]), self._text_size)
         return piece_scale(in_example, in_piece, plan.length / slots, self._text_only[plan.corpus], self.weighting)
+
+
+class _Blank:
+    """In place of an example that is not needed: any length, no memory."""
+
+    def __init__(self, length: int) -> None:
+        self.tokens = np.broadcast_to(np.int32(0), length)
+        self.learn = np.broadcast_to(np.False_, length)
 
 
 class Batches(Iterator[Batch]):
@@ -338,6 +363,16 @@ def _permutation(permutation: ArrayLike | None, seq_len: int) -> NDArray[np.int6
             f"{seq_len} once"
         )
     return None if np.array_equal(order, np.arange(seq_len)) else order.astype(np.int64)
+
+
+def _own_slots(order: NDArray[np.int64] | None, seq_len: int, columns: slice | None) -> NDArray[np.int64] | None:
+    """The slots this process has, in the order it has them; None for all as they stand."""
+    if columns is None:
+        return order
+    first, stop, step = columns.indices(seq_len)
+    if step != 1 or first >= stop:
+        raise ValueError(f"columns is {columns} of rows of {seq_len} slots; give a run of slots such as slice(0, 2)")
+    return (np.arange(seq_len) if order is None else order)[first:stop]
 
 
 def _check_step(name: str, step: int) -> None:

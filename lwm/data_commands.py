@@ -30,7 +30,8 @@ def build(
     ],
     overrides: OverridesArgument = None,
     corpus: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Which of CONFIG's corpora [default: the source's name].")
+        str | None,
+        typer.Option(metavar="NAME", help="Which of CONFIG's corpora [default: its only one, or the source's name]."),
     ] = None,
     template: Annotated[
         list[str] | None,
@@ -84,7 +85,7 @@ def build(
     from lwm.telemetry import Progress
 
     run = load_config(config, overrides or ())
-    name = corpus or source.stem
+    name = corpus or (run.corpora[0].name if len(run.corpora) == 1 else source.stem)
     corpus_directory(run, name)
     opened = open_source(source, templates=template or (), columns=_columns(column or []))
     if opened.without_caption:

@@ -1,13 +1,56 @@
-"""The commands that train tokenizers: `lwm tokenizer train-text|train-vision`. Heavy imports are inside them."""
+"""The commands that train tokenizers: `lwm tokenizer train|train-text|train-vision`. Heavy imports are inside them."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lwm.options import ConfigArgument, ConfigCommand, OverridesArgument
 
+if TYPE_CHECKING:
+    import numpy as np
+
+    from lwm.config import RunConfig
+
 app = typer.Typer(help="Train tokenizers.", no_args_is_help=True, rich_markup_mode=None)
+
+StepsOption = Annotated[int, typer.Option(min=1, help="Training steps of the VQGAN.")]
+BatchOption = Annotated[int, typer.Option(min=1, help="Frames in one step.")]
+FpsOption = Annotated[float, typer.Option(min=0.001, help="Frames per second that are read.")]
+MostOption = Annotated[int, typer.Option(min=1, help="Frames in all, at most, spread evenly over the files.")]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
+
+
+@app.command("train", cls=ConfigCommand)
+def train(
+    config: ConfigArgument,
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="What `lwm data build` takes: a folder of clips ...")
+    ],
+    overrides: OverridesArgument = None,
+    steps: StepsOption = 2000,
+    batch: BatchOption = 16,
+    fps: FpsOption = 2.0,
+    max_frames: MostOption = 8192,
+    overwrite: OverwriteOption = False,
+) -> None:
+    """Train CONFIG's text tokenizer on a source's words, and its VQGAN on its frames where it has any."""
+    from data.sources import open_source
+    from lwm import tokenizer_training
+    from lwm.config import load_config
+
+    run = load_config(config, overrides or ())
+    opened = open_source(source)
+    text = None if run.tokenizers.text is None else Path(run.tokenizers.text)
+    directory = _vision_directory(run, None, overwrite) if opened.has_media else None
+    if text is not None and text.exists() and not overwrite:
+        raise ValueError(f"{text} is there already; give --overwrite to replace it, or set another tokenizers.text")
+    tokenizer = tokenizer_training.train_text(run, opened)
+    print(f"{text}: {tokenizer.size} pieces, fingerprint {tokenizer.fingerprint}")
+    if directory is not None and run.vqgan is not None:
+        media = tokenizer_training.media_of(opened)
+        frames, problems = tokenizer_training.read_sample(media, run.vqgan.resolution, fps=fps, most=max_frames)
+        _train_vision(run, frames, problems, steps, batch, directory, overwrite)
 
 
 @app.command("train-text")
@@ -33,47 +76,52 @@ def train_vision(
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="The tokenizer's directory [default: tokenizers.vision].")
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 2000,
-    batch: Annotated[int, typer.Option(min=1, help="Frames in one step.")] = 16,
-    fps: Annotated[float, typer.Option(min=0.001, help="Frames per second that are read.")] = 2.0,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the tokenizer that is there.")] = False,
+    steps: StepsOption = 2000,
+    batch: BatchOption = 16,
+    fps: FpsOption = 2.0,
+    max_frames: MostOption = 8192,
+    overwrite: OverwriteOption = False,
 ) -> None:
     """Train CONFIG's VQGAN on the frames of videos and images."""
+    from data.sources import open_source
+    from lwm import tokenizer_training
     from lwm.config import load_config
 
     run = load_config(config, overrides or ())
+    directory = _vision_directory(run, out, overwrite)
+    assert run.vqgan is not None
+    media = [span for path in videos for span in tokenizer_training.media_of(open_source(path))]
+    frames, problems = tokenizer_training.read_sample(media, run.vqgan.resolution, fps=fps, most=max_frames)
+    _train_vision(run, frames, problems, steps, batch, directory, overwrite)
+
+
+def _vision_directory(run: "RunConfig", out: Path | None, overwrite: bool) -> Path:
     directory = out or (None if run.tokenizers.vision is None else Path(run.tokenizers.vision))
     if run.vqgan is None or directory is None:
         raise ValueError(f"{run.name}: set {'vqgan' if run.vqgan is None else 'tokenizers.vision'} to train one")
     if directory.exists() and not overwrite:
         raise ValueError(f"{directory} is there already; give --overwrite to replace it, or another directory as --out")
-    import numpy as np
+    return directory
 
-    from data.video import read_frames
-    from lwm import vqgan_training
-    from lwm.media import find
-    from lwm.telemetry import Progress
-    from lwm.vision_tokenizer import VisionTokenizer
 
-    files = find(videos)
-    clips = []
-    with Progress("read the frames", len(files), unit="files") as progress:
-        for file in files:
-            clips.append(read_frames(file, fps=fps, size=run.vqgan.resolution).pixels)
-            progress(len(clips))
-    frames = np.concatenate(clips)
-    with Progress("train the vision tokenizer", steps, unit="steps") as progress:
-        params, metrics = vqgan_training.train(
-            run.vqgan,
-            frames,
-            steps=steps,
-            batch=batch,
-            seed=run.seed,
-            progress=lambda now: progress(now.step, f"psnr {now.psnr_db:.1f} dB"),
-        )
-    tokenizer = VisionTokenizer(run.vqgan, params, metrics)
-    tokenizer.save(directory, overwrite=overwrite)
+def _train_vision(
+    run: "RunConfig",
+    frames: "np.ndarray",
+    problems: list[str],
+    steps: int,
+    batch: int,
+    directory: Path,
+    overwrite: bool,
+) -> None:
+    from lwm import tokenizer_training
+
+    if problems:
+        print(f"{len(problems)} files could not be read; the first: {problems[0]}")
+    tokenizer = tokenizer_training.train_vision(
+        run, frames, steps=steps, batch=batch, directory=directory, overwrite=overwrite
+    )
+    metrics = tokenizer.metrics
     print(
-        f"{directory}: {len(frames)} frames of {len(files)} files, psnr {metrics['psnr_db']:.1f} dB on frames set "
-        f"aside, {metrics['codes_used']} of {run.vqgan.num_embeddings} codes used, fingerprint {tokenizer.fingerprint}"
+        f"{directory}: {len(frames)} frames, psnr {metrics['psnr_db']:.1f} dB on frames set aside, "
+        f"{metrics['codes_used']} of {tokenizer.config.num_embeddings} codes used, fingerprint {tokenizer.fingerprint}"
     )

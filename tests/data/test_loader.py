@@ -165,6 +165,23 @@ def test_processes_fill_the_rows_of_one_global_batch(packing, weighting):
         assert_same(make_loader(**settings, rows=slice(1, 3)).batch(step), {k: v[1:3] for k, v in whole.items()})
 
 
+@pytest.mark.parametrize("packing", ["masked", "concat"])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_processes_fill_their_part_of_the_sequence(packing, shuffled):
+    order = np.random.default_rng(0).permutation(64) if shuffled else np.arange(64)
+    whole = make_loader(packing=packing, permutation=order).batch(5)
+    for rows, columns in ((None, slice(16, 48)), (slice(1, 3), slice(0, 8)), (slice(2, 4), slice(56, 64))):
+        part = make_loader(packing=packing, permutation=order, rows=rows, columns=columns).batch(5)
+        assert_same(part, {name: array[rows or slice(None), columns] for name, array in whole.items()})
+    corpora = {"clips": make_corpora()["clips"]}
+    loader = make_loader(corpora, {"clips": 1}, batch_rows=64, columns=slice(0, 4))
+    loader.batch(0)
+    # One piece of each row begins it; no piece is cut here.
+    assert corpora["clips"].reads <= 64
+    with pytest.raises(ValueError, match="columns is slice"):
+        make_loader(columns=slice(4, 4))
+
+
 def test_a_process_reads_only_its_rows_and_the_cut_examples():
     corpora = make_corpora()
     loader = make_loader(corpora, batch_rows=64, rows=slice(0, 1))
