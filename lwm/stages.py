@@ -28,7 +28,10 @@ _ENDS = 10
 
 @dataclass(frozen=True)
 class PreparedStage:
-    """A stage ready to be compiled: everything but the state. `first_row`: where this process's rows start."""
+    """A stage ready to be compiled: everything but the state.
+
+    first_row, first_column: where this process's part of the batch starts.
+    """
 
     index: int
     stage: StageConfig
@@ -36,6 +39,7 @@ class PreparedStage:
     mesh: Mesh
     loader: Loader
     first_row: int
+    first_column: int = 0
 
 
 @dataclass
@@ -98,9 +102,9 @@ def prepare(config: RunConfig, index: int) -> PreparedStage:
     stage = config.stages[index]
     resolved = resolve_stage(config, stage, jax.device_count())
     mesh = sharding.make_mesh(stage.mesh)
-    rows = own_rows(stage, mesh)
-    loader = make_loader(config, index, resolved, rows)
-    return PreparedStage(index, stage, resolved.model, mesh, loader, rows.start)
+    rows, columns = own_part(stage, mesh)
+    loader = make_loader(config, index, resolved, rows, columns)
+    return PreparedStage(index, stage, resolved.model, mesh, loader, rows.start, columns.start)
 
 
 def compile_step(config: RunConfig, run: PreparedStage, say: Callable[[str], None]) -> CompiledStep:
@@ -131,7 +135,13 @@ def data_settings(config: RunConfig, run: PreparedStage) -> dict[str, Any]:
     }
 
 
-def make_loader(config: RunConfig, index: int, resolved: ResolvedStage, rows: slice | None = None) -> Loader:
+def make_loader(
+    config: RunConfig,
+    index: int,
+    resolved: ResolvedStage,
+    rows: slice | None = None,
+    columns: slice | None = None,
+) -> Loader:
     """The loader of stage number `index`; each stage draws its own order from the run's seed."""
     stage = config.stages[index]
     directories = {corpus.name: corpus.directory for corpus in config.corpora}
@@ -150,6 +160,7 @@ def make_loader(config: RunConfig, index: int, resolved: ResolvedStage, rows: sl
         weighting=stage.weighting,
         share_unit=stage.share_unit,
         rows=rows,
+        columns=columns,
     )
 
 
@@ -163,13 +174,17 @@ def _check_vocabulary(config: ModelConfig, name: str, corpus: Corpus) -> None:
         )
 
 
-def own_rows(stage: StageConfig, mesh: Mesh) -> slice:
-    """The rows of the global batch that this process's devices hold a part of."""
+def own_part(stage: StageConfig, mesh: Mesh) -> tuple[slice, slice]:
+    """The rows and the slots of the global batch that this process's devices hold, or that lie between those."""
     where = batch_sharding(mesh)
     shape = (stage.batch_rows, stage.seq_len)
     parts = [part for part in where.addressable_devices_indices_map(shape).values() if part is not None]
-    bounds = [part[0].indices(shape[0])[:2] for part in parts]
-    return slice(min(first for first, _ in bounds), max(stop for _, stop in bounds))
+
+    def run(axis: int) -> slice:
+        bounds = [part[axis].indices(shape[axis])[:2] for part in parts]
+        return slice(min(first for first, _ in bounds), max(stop for _, stop in bounds))
+
+    return run(0), run(1)
 
 
 def begin(config: RunConfig, run: PreparedStage, previous: TrainState | None, say: Callable[[str], None]) -> TrainState:

@@ -125,9 +125,14 @@ def _vote_sharding(mesh: AnyMesh) -> NamedSharding:
 
 
 def place_batch(
-    batch: Mapping[str, np.ndarray], stage: StageConfig, mesh: Mesh, first_row: int = 0, vote: int = VOTE_NONE
+    batch: Mapping[str, np.ndarray],
+    stage: StageConfig,
+    mesh: Mesh,
+    first_row: int = 0,
+    vote: int = VOTE_NONE,
+    first_column: int = 0,
 ) -> dict[str, jax.Array]:
-    """The global batch on `mesh` from the rows of it that this process has, which start at `first_row`.
+    """The global batch on `mesh` from the part of it that this process has, which starts at first_row, first_column.
 
     `vote`: what this process has to say to the others (VOTE_...); they hear it in the metrics of the step.
     """
@@ -137,8 +142,8 @@ def place_batch(
     def place(array: np.ndarray) -> jax.Array:
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
-            first, stop, _ = index[0].indices(shape[0])
-            return array[first - first_row : stop - first_row, index[1]]
+            (first, stop, _), (left, right, _) = index[0].indices(shape[0]), index[1].indices(shape[1])
+            return array[first - first_row : stop - first_row, left - first_column : right - first_column]
 
         return jax.make_array_from_callback(shape, where, part)
 

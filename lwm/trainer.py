@@ -178,7 +178,7 @@ class _Run:
                 self.profiler.before_step(self._steps_before(run.index) + step + 1)
                 batch, vote, waited = self._next(batches, run)
                 ready = self.clock()
-                placed = place_batch(batch, stage, run.mesh, run.first_row, vote)
+                placed = place_batch(batch, stage, run.mesh, run.first_row, vote, run.first_column)
                 state, metrics = compiled(state, placed)
                 if self.in_turn:
                     jax.block_until_ready(metrics)
@@ -207,8 +207,8 @@ class _Run:
                 return batch, stop, run.loader.last_wait_seconds
             except Exception as error:  # whatever it is, the others must hear of it
                 self.no_batch = " ".join(str(error).split()) or type(error).__name__
-        rows = stages.own_rows(run.stage, run.mesh)
-        shape = (rows.stop - rows.start, run.stage.seq_len)
+        rows, columns = stages.own_part(run.stage, run.mesh)
+        shape = (rows.stop - rows.start, columns.stop - columns.start)
         empty = {key: np.zeros(shape, np.float32 if key == "loss_weights" else np.int32) for key in BATCH_KEYS}
         return empty, VOTE_NO_BATCH, 0.0
 

@@ -191,7 +191,9 @@ def test_a_process_places_its_own_rows() -> None:
     mesh = make_mesh(stage.mesh, jax.devices()[:2])
     batch = make_batch(stage)
     lower = {name: np.concatenate([array, array]) for name, array in batch.items()}
-    for first_row, rows in ((0, batch), (-ROWS, lower)):
-        for name, array in step.place_batch(rows, stage, mesh, first_row).items():
-            np.testing.assert_array_equal(array, batch[name])
-            assert array.sharding.shard_shape(array.shape) == (ROWS // 2, LENGTH)
+    right = {name: np.concatenate([array, array], axis=1) for name, array in batch.items()}
+    for first_row, first_column, part in ((0, 0, batch), (-ROWS, 0, lower), (0, -LENGTH, right)):
+        placed = step.place_batch(part, stage, mesh, first_row, first_column=first_column)
+        for name, array in batch.items():
+            np.testing.assert_array_equal(placed[name], array)
+            assert placed[name].sharding.shard_shape(array.shape) == (ROWS // 2, LENGTH)
