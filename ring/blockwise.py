@@ -1,13 +1,16 @@
 """The local kernel in plain XLA: attention of one shard of queries to one shard of keys, block by block.
 
-Blocks that nobody sees are not visited: the pairs of blocks are classified on the device, the visible
-ones sorted to the front, and a loop runs over just those (fully visible ones first, without comparing).
+Blocks that nobody sees are not visited. The pairs of blocks are classified on the device; every block of
+queries (of keys, in the backward pass) then has a list of the blocks it must visit, fully visible ones
+first, which need no comparing. Two nested loops walk over the lists: what belongs to the outer block is
+read once and stays in the inner loop's carry.
 Blockwise Parallel Transformers, arXiv:2305.19370; FlashAttention-2's backward, arXiv:2307.08691.
 
-Shapes: B batch, S sequence (T of the keys), G key/value heads, R query heads per key/value head, D head dim.
-Scores are [G, R, Q, K] in the forward pass and [G, K, R, Q] in the backward pass: XLA's CPU products are
-two to three times slower when the contracted dimension comes first in both operands, and these
-orientations avoid that in all seven products.
+Shapes: B batch, S sequence (T of the keys), H query heads, G key/value heads, R = H / G, D head dim, Q and K
+rows of a block. Arrays keep the caller's order of dims; a block is transposed when it is cut out, where a
+copy is made anyway. Scores are [G, RQ, K] in the forward pass and [G, K, RQ] in the backward pass: XLA's
+CPU products are two to three times slower when the contracted dimension comes first in both operands, and
+these orientations avoid that in all seven products.
 """
 
 from __future__ import annotations
@@ -21,10 +24,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ring.exponential import LOG2_E, exp2
 from ring.mask import FULL, NONE, Keys, Queries, classify, visible
 from ring.softmax import Running
 
-_FEW_PAIRS = 16
+_FEW_BLOCKS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +41,25 @@ class Kernel:
     soft_cap: float | None = None
 
 
-class Work(NamedTuple):
-    """Visible pairs of blocks: ``order`` int32 [hops, N] lists them, fully visible ones first."""
+class Residual(NamedTuple):
+    """Row-wise inputs of the backward pass: q, dout [B,S,H,D], lse (base 2), delta = sum(out dout) [B,H,S]."""
 
-    order: jax.Array
+    q: jax.Array
+    dout: jax.Array
+    lse: jax.Array
+    delta: jax.Array
+
+
+class _Work(NamedTuple):
+    """Which blocks to visit: N outer blocks (of all batch rows), M inner ones.
+
+    ``outer`` int32 [N] lists the outer blocks, those with anything to visit first, ``num_outer`` of them;
+    ``inner`` int32 [N, M] the inner blocks of each, FULL before PARTIAL before NONE.
+    """
+
+    outer: jax.Array
+    num_outer: jax.Array
+    inner: jax.Array
     num_full: jax.Array
     num_visible: jax.Array
 
@@ -50,139 +69,171 @@ def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
-def plan_work(kernel: Kernel, query: Queries, key: Keys) -> Work:
-    """Which pairs of blocks to visit, per hop: ``query`` is [B, S], ``key`` [hops, B, T]."""
-    everywhere = Queries(*(x[None] for x in query))
-    seen = classify(everywhere, key, kernel.query_block, kernel.key_block)
-    seen = seen.reshape(seen.shape[0], -1)
-    if seen.shape[-1] == 1:
-        order = jnp.zeros(seen.shape, jnp.int32)
-    else:
-        order = jnp.argsort(FULL - seen, axis=-1).astype(jnp.int32)
-    count = lambda which: jnp.sum(which, axis=-1, dtype=jnp.int32)
-    return Work(order, count(seen == FULL), count(seen != NONE))
+def forward(kernel: Kernel, running: Running, q: jax.Array, kv: jax.Array, query: Queries, key: Keys) -> Running:
+    """Adds what ``q`` [B,S,H,D] sees of ``kv`` [2,B,T,G,D] to ``running`` (out [B,S,H,D], rows [B,H,S])."""
+    _, _, heads, dim = q.shape
+    groups = kv.shape[3]
+    cut = _Cutter(groups, heads // groups, kernel.query_block, kernel.key_block)
+    work = _plan(classify(query, key, kernel.query_block, kernel.key_block))
+    num_blocks = q.shape[1] // kernel.query_block
 
+    def row(step: jax.Array, running: Running) -> Running:
+        place = work.outer[step]
+        b, i = place // num_blocks, (place % num_blocks) * kernel.query_block
+        q_block = cut.rows(q, b, i)
 
-def forward(
-    kernel: Kernel,
-    running: Running,
-    q: jax.Array,
-    kv: jax.Array,
-    query: Queries,
-    key: Keys,
-    work: Work,
-) -> Running:
-    """Adds what ``q`` [B,G,R,S,D] sees of ``kv`` [2,B,G,T,D] to ``running`` (rows [B,G,R,S])."""
-    _, groups, heads, q_len, dim = q.shape
-    locate = _locator(kernel, q_len, kv.shape[3])
+        def visit(step: jax.Array, carry: Running, masked: bool) -> Running:
+            out, top, total = carry
+            j = work.inner[place, step] * kernel.key_block
+            score = _dot("gqd,gkd->gqk", q_block, cut.keys(kv, 0, b, j))
+            # The scale comes after the maximum, which so reads the product itself and not one more copy of it.
+            scale = kernel.scale * LOG2_E
+            if kernel.soft_cap is not None:
+                score, scale = kernel.soft_cap * jnp.tanh(score * (kernel.scale / kernel.soft_cap)), LOG2_E
+            if masked:
+                hidden = _hidden(kernel, query, key, (b, i, j), out.dtype)
+                score = (cut.per_row(score, rows=1) + hidden[None, None]).reshape(score.shape)
+            new_top = jnp.maximum(top, jnp.max(score, axis=-1) * scale)
+            weight = exp2(score * scale - new_top[..., None])
+            shrink = exp2(top - new_top)
+            new_out = _dot("gqk,gkd->gqd", weight.astype(kv.dtype), cut.keys(kv, 1, b, j))
+            return Running(out * shrink[..., None] + new_out, new_top, total * shrink + jnp.sum(weight, axis=-1))
 
-    def visit(step: jax.Array, running: Running, masked: bool) -> Running:
-        b, i, j = locate(work.order[step])
-        rows = lambda x: _slice(x, (b, 0, 0, i), (groups, heads, kernel.query_block))
-        keys = lambda n: lax.dynamic_slice(kv, (n, b, 0, j, 0), (1, 1, groups, kernel.key_block, dim))[0, 0]
-        q_block = _slice(q, (b, 0, 0, i, 0), (groups, heads, kernel.query_block, dim))
-        score = _dot("grqd,gkd->grqk", q_block, keys(0))
-        if kernel.soft_cap is not None:
-            score = kernel.soft_cap * jnp.tanh(score * (kernel.scale / kernel.soft_cap))
-        if masked:
-            score = score + _hidden(kernel, query, key, (b, i, j), running.top)[None, None]
-        top, total = rows(running.top), rows(running.total)
-        out = _slice(running.out, (b, 0, 0, i, 0), (groups, heads, kernel.query_block, dim))
-        # The scale comes after the maximum, which so reads the product itself and not one more copy of it.
-        scale = kernel.scale if kernel.soft_cap is None else 1.0
-        new_top = jnp.maximum(top, jnp.max(score, axis=-1) * scale)
-        weight = jnp.exp(score * scale - new_top[..., None])
-        shrink = jnp.exp(top - new_top)
-        new_total = total * shrink + jnp.sum(weight, axis=-1)
-        new_out = out * shrink[..., None] + _dot("grqk,gkd->grqd", weight.astype(kv.dtype), keys(1))
+        start = Running(cut.rows(running.out, b, i), cut.stats(running.top, b, i), cut.stats(running.total, b, i))
+        out, top, total = _visits(work, place, visit, start)
         return Running(
-            _update(running.out, new_out, (b, 0, 0, i, 0)),
-            _update(running.top, new_top, (b, 0, 0, i)),
-            _update(running.total, new_total, (b, 0, 0, i)),
+            _put(running.out, cut.back(out), (b, i, 0, 0)),
+            _put(running.top, top.reshape(heads, -1), (b, 0, i)),
+            _put(running.total, total.reshape(heads, -1), (b, 0, i)),
         )
 
-    return _loop(kernel, work, visit, running, q_len, kv.shape[3])
-
-
-class Residual(NamedTuple):
-    """Row-wise inputs of the backward pass: q, dout [B,G,R,S,D], lse, delta = sum(out dout) [B,G,R,S]."""
-
-    q: jax.Array
-    dout: jax.Array
-    lse: jax.Array
-    delta: jax.Array
+    return lax.fori_loop(0, work.num_outer, row, running)
 
 
 def backward(
-    kernel: Kernel,
-    dq: jax.Array,
-    residual: Residual,
-    kv: jax.Array,
-    query: Queries,
-    key: Keys,
-    work: Work,
+    kernel: Kernel, dq: jax.Array, residual: Residual, kv: jax.Array, query: Queries, key: Keys
 ) -> tuple[jax.Array, jax.Array]:
-    """(dq + what this shard of keys adds [B,G,D,R,S], dkv of this shard [2,B,G,T,D]), both float32."""
-    _, groups, heads, q_len, dim = residual.q.shape
-    key_len = kv.shape[3]
-    locate = _locator(kernel, q_len, key_len)
-    k_transposed = jnp.swapaxes(kv[0], -1, -2)
+    """(dq + what this shard of keys adds [B,G,D,R,S], dkv of this shard [2,B,T,G,D]), in the accumulation dtype."""
+    _, _, heads, dim = residual.q.shape
+    groups = kv.shape[3]
+    cut = _Cutter(groups, heads // groups, kernel.query_block, kernel.key_block)
+    work = _plan(jnp.swapaxes(classify(query, key, kernel.query_block, kernel.key_block), -1, -2))
+    num_blocks = kv.shape[2] // kernel.key_block
 
-    def visit(step: jax.Array, carry: tuple[jax.Array, jax.Array], masked: bool) -> tuple[jax.Array, jax.Array]:
+    def column(step: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         dq, dkv = carry
-        b, i, j = locate(work.order[step])
-        rows = lambda x: _slice(x, (b, 0, 0, i, 0), (groups, heads, kernel.query_block, dim))
-        stat = lambda x: _slice(x, (b, 0, 0, i), (groups, heads, kernel.query_block))
-        keys = lambda n: lax.dynamic_slice(kv, (n, b, 0, j, 0), (1, 1, groups, kernel.key_block, dim))[0, 0]
-        q, dout, lse, delta = rows(residual.q), rows(residual.dout), stat(residual.lse), stat(residual.delta)
-        score = _dot("gkd,grqd->gkrq", keys(0), q) * kernel.scale
-        if kernel.soft_cap is not None:
-            score = kernel.soft_cap * jnp.tanh(score / kernel.soft_cap)
-        shown = score
-        if masked:
-            shown = score + _hidden(kernel, query, key, (b, i, j), dq).T[None, :, None]
-        weight = jnp.exp(shown - lse[:, None])
-        dv = _dot("gkrq,grqd->gkd", weight.astype(dout.dtype), dout)
-        dscore = weight * (_dot("gkd,grqd->gkrq", keys(1), dout) - delta[:, None])
-        if kernel.soft_cap is not None:
-            dscore = dscore * (1 - jnp.square(score / kernel.soft_cap))
-        dscore = (dscore * kernel.scale).astype(q.dtype)
-        dk = _dot("gkrq,grqd->gkd", dscore, q)
-        k_block = _slice(k_transposed, (b, 0, 0, j), (groups, dim, kernel.key_block))
-        dq_start, dkv_start = (b, 0, 0, 0, i), (0, b, 0, j, 0)
-        dq_block = lax.dynamic_slice(dq, dq_start, (1, groups, dim, heads, kernel.query_block))
-        dkv_block = lax.dynamic_slice(dkv, dkv_start, (2, 1, groups, kernel.key_block, dim))
-        dq_block = dq_block + _dot("gdk,gkrq->gdrq", k_block, dscore)[None]
-        dkv_block = dkv_block + jnp.stack([dk, dv])[:, None]
-        return lax.dynamic_update_slice(dq, dq_block, dq_start), lax.dynamic_update_slice(dkv, dkv_block, dkv_start)
+        place = work.outer[step]
+        b, j = place // num_blocks, (place % num_blocks) * kernel.key_block
+        k_block, v_block = cut.keys(kv, 0, b, j), cut.keys(kv, 1, b, j)
+        k_transposed = lax.optimization_barrier(jnp.swapaxes(k_block, -1, -2))
 
-    return _loop(kernel, work, visit, (dq, jnp.zeros(kv.shape, dq.dtype)), q_len, key_len)
+        def visit(step: jax.Array, carry: tuple[jax.Array, ...], masked: bool) -> tuple[jax.Array, ...]:
+            dq, dk, dv = carry
+            i = work.inner[place, step] * kernel.query_block
+            q, dout = cut.rows(residual.q, b, i), cut.rows(residual.dout, b, i)
+            lse, delta = cut.stats(residual.lse, b, i), cut.stats(residual.delta, b, i)
+            score, scale = _dot("gkd,gqd->gkq", k_block, q), kernel.scale * LOG2_E
+            if kernel.soft_cap is not None:
+                score, scale = kernel.soft_cap * jnp.tanh(score * (kernel.scale / kernel.soft_cap)), LOG2_E
+            shown = score * scale
+            if masked:
+                hidden = _hidden(kernel, query, key, (b, i, j), dq.dtype).T[None, :, None]
+                shown = (cut.per_row(shown, rows=2) + hidden).reshape(score.shape)
+            # Rounded once for both of its uses; only the narrow copy is written to memory.
+            weight = exp2(shown - lse[:, None]).astype(dout.dtype)
+            dv = dv + _dot("gkq,gqd->gkd", weight, dout)
+            dscore = weight.astype(dq.dtype) * (_dot("gkd,gqd->gkq", v_block, dout) - delta[:, None])
+            if kernel.soft_cap is not None:
+                dscore = dscore * (1 - jnp.square(score / kernel.soft_cap))
+            dscore = (dscore * kernel.scale).astype(q.dtype)
+            dk = dk + _dot("gkq,gqd->gkd", dscore, q)
+            place_dq = (b, 0, 0, 0, i)
+            dq_block = lax.dynamic_slice(dq, place_dq, (1, groups, dim, cut.repeats, kernel.query_block))
+            dq_block = dq_block + _dot("gdk,gkq->gdq", k_transposed, dscore).reshape(dq_block.shape)
+            return lax.dynamic_update_slice(dq, dq_block, place_dq), dk, dv
+
+        nothing = jnp.zeros(k_block.shape, dq.dtype)
+        dq, dk, dv = _visits(work, place, visit, (dq, nothing, nothing))
+        both = jnp.stack([dk, dv]).transpose(0, 2, 1, 3)
+        return dq, lax.dynamic_update_slice(dkv, both[:, None], (0, b, j, 0, 0))
+
+    return lax.fori_loop(0, work.num_outer, column, (dq, jnp.zeros(kv.shape, dq.dtype)))
 
 
-def _loop(kernel: Kernel, work: Work, visit: Callable, carry: Any, q_len: int, key_len: int) -> Any:
-    """Visits every visible pair of blocks; one loop where a second, unmasked one would not pay for its compilation."""
-    if (q_len // kernel.query_block) * (key_len // kernel.key_block) <= _FEW_PAIRS:
-        return lax.fori_loop(0, work.num_visible, functools.partial(visit, masked=True), carry)
-    carry = lax.fori_loop(0, work.num_full, functools.partial(visit, masked=False), carry)
-    return lax.fori_loop(work.num_full, work.num_visible, functools.partial(visit, masked=True), carry)
+def _plan(seen: jax.Array) -> _Work:
+    """``seen`` [B, N, M] classifies every pair of an outer and an inner block."""
+    seen = seen.reshape(-1, seen.shape[-1])
+    num_visible = jnp.sum(seen != NONE, axis=-1, dtype=jnp.int32)
+    some = num_visible > 0
+    return _Work(
+        _first(jnp.where(some, 0, 1)),
+        jnp.sum(some, dtype=jnp.int32),
+        _first(FULL - seen),
+        jnp.sum(seen == FULL, axis=-1, dtype=jnp.int32),
+        num_visible,
+    )
 
 
-def _hidden(kernel: Kernel, query: Queries, key: Keys, place: tuple, like: jax.Array) -> jax.Array:
+def _first(rank: jax.Array) -> jax.Array:
+    """Indices of the last dim in the order of ``rank`` (0, 1 or 2), ties as they come."""
+    size = rank.shape[-1]
+    index = lax.broadcasted_iota(jnp.int32, rank.shape, rank.ndim - 1)
+    return index if size == 1 else jnp.sort(rank.astype(jnp.int32) * size + index, axis=-1) % size
+
+
+def _visits(work: _Work, place: jax.Array, visit: Callable, carry: Any) -> Any:
+    """Visits the inner blocks of one outer block; one loop where a second, unmasked one would not pay for itself."""
+    num_full, num_visible = work.num_full[place], work.num_visible[place]
+    if work.inner.shape[-1] <= _FEW_BLOCKS:
+        return lax.fori_loop(0, num_visible, functools.partial(visit, masked=True), carry)
+    carry = lax.fori_loop(0, num_full, functools.partial(visit, masked=False), carry)
+    return lax.fori_loop(num_full, num_visible, functools.partial(visit, masked=True), carry)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cutter:
+    """Blocks of whole arrays, as the products want them."""
+
+    groups: int
+    repeats: int
+    query_block: int
+    key_block: int
+
+    def rows(self, x: jax.Array, b: jax.Array, i: jax.Array) -> jax.Array:
+        """[B,S,H,D] -> [G, RQ, D]."""
+        _, _, heads, dim = x.shape
+        block = lax.dynamic_slice(x, (b, i, 0, 0), (1, self.query_block, heads, dim))
+        block = block.reshape(self.query_block, self.groups, self.repeats, dim).transpose(1, 2, 0, 3)
+        return block.reshape(self.groups, -1, dim)
+
+    def back(self, block: jax.Array) -> jax.Array:
+        """[G, RQ, D] -> [Q, H, D]."""
+        dim = block.shape[-1]
+        block = block.reshape(self.groups, self.repeats, self.query_block, dim).transpose(2, 0, 1, 3)
+        return block.reshape(self.query_block, -1, dim)
+
+    def stats(self, x: jax.Array, b: jax.Array, i: jax.Array) -> jax.Array:
+        """[B,H,S] -> [G, RQ]."""
+        block = lax.dynamic_slice(x, (b, 0, i), (1, self.groups * self.repeats, self.query_block))
+        return block.reshape(self.groups, -1)
+
+    def keys(self, kv: jax.Array, which: int, b: jax.Array, j: jax.Array) -> jax.Array:
+        """[2,B,T,G,D] -> [G, K, D] of the keys (0) or the values (1)."""
+        # One slice of the whole: indexing first would copy all keys out of the loop.
+        sizes = (1, 1, self.key_block, self.groups, kv.shape[-1])
+        return lax.dynamic_slice(kv, (which, b, j, 0, 0), sizes)[0, 0].transpose(1, 0, 2)
+
+    def per_row(self, score: jax.Array, rows: int) -> jax.Array:
+        """[G, RQ, K], or [G, K, RQ], with dim ``rows`` split into heads and queries."""
+        shape = score.shape
+        return score.reshape(*shape[:rows], self.repeats, self.query_block, *shape[rows + 1 :])
+
+
+def _hidden(kernel: Kernel, query: Queries, key: Keys, place: tuple, dtype: jnp.dtype) -> jax.Array:
     """[Q, K]: 0 where the query sees the key, -inf elsewhere; the barrier keeps heads from each comparing again."""
     b, i, j = place
     sees = visible(_meta(query, b, i, kernel.query_block), _meta(key, b, j, kernel.key_block))
-    return lax.optimization_barrier(jnp.where(sees, jnp.zeros((), like.dtype), -jnp.inf))
-
-
-def _locator(kernel: Kernel, q_len: int, key_len: int) -> Callable:
-    num_q, num_k = q_len // kernel.query_block, key_len // kernel.key_block
-    assert (num_q * kernel.query_block, num_k * kernel.key_block) == (q_len, key_len), "pad shards to whole blocks"
-
-    def locate(index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        pair, j = index // num_k, index % num_k
-        return pair // num_q, (pair % num_q) * kernel.query_block, j * kernel.key_block
-
-    return locate
+    return lax.optimization_barrier(jnp.where(sees, jnp.zeros((), dtype), -jnp.inf))
 
 
 def _dot(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -190,13 +241,9 @@ def _dot(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.einsum(equation, x, y, preferred_element_type=accumulation_dtype(x.dtype), precision=precision)
 
 
-def _slice(x: jax.Array, start: tuple, sizes: tuple[int, ...]) -> jax.Array:
-    return lax.dynamic_slice(x, start, (1, *sizes))[0]
-
-
-def _update(x: jax.Array, block: jax.Array, start: tuple) -> jax.Array:
+def _put(x: jax.Array, block: jax.Array, start: tuple) -> jax.Array:
     return lax.dynamic_update_slice(x, block[None], start)
 
 
 def _meta(meta: Any, b: jax.Array, start: jax.Array, size: int) -> Any:
-    return type(meta)(*(_slice(x, (b, start), (size,)) for x in meta))
+    return type(meta)(*(lax.dynamic_slice(x, (b, start), (1, size))[0] for x in meta))

@@ -20,6 +20,7 @@ from jax import lax
 
 from ring import blockwise, softmax
 from ring.blockwise import Kernel, accumulation_dtype
+from ring.exponential import LOG2_E, exp2
 from ring.local import block_size
 from ring.mask import CAUSAL, Keys, Mask, pad_keys, pad_queries, queries, visible
 from ring.plan import ONE_DEVICE, Plan
@@ -157,9 +158,10 @@ def _decode_local(
     score = _products(rows, k.astype(q.dtype)) * scale
     if soft_cap is not None:
         score = soft_cap * jnp.tanh(score / soft_cap)
+    score = score * LOG2_E
     score = jnp.where(sees[:, None, None], score, -jnp.inf)
     top = jnp.maximum(jnp.max(score, axis=-1), softmax.LOWEST)
-    weight = jnp.exp(score - top[..., None])
+    weight = exp2(score - top[..., None])
     total = jnp.sum(weight, axis=-1)
     out = _averages(weight.astype(q.dtype), v.astype(q.dtype))
     if axes:
@@ -191,33 +193,29 @@ def _chunk_local(
     if axes:
         q = lax.all_gather(q, axes, axis=1, tiled=True)
         fresh = tuple(lax.all_gather(jnp.stack(fresh), axes, axis=2, tiled=True))  # type: ignore[assignment]  # of two
-    batch, length, heads, dim = q.shape
-    groups, slots = k.shape[2], k.shape[1]
+    length, dim = q.shape[1], q.shape[3]
+    slots = k.shape[1]
     kernel = Kernel(scale, block_size(length, plan.query_block), block_size(slots, plan.key_block), soft_cap)
     query_length, key_length = (
         -(-n // block) * block for n, block in ((length, kernel.query_block), (slots, kernel.key_block))
     )
     query = pad_queries(queries(mask, *fresh), query_length)
     key = pad_keys(Keys(*cached), key_length)
-    rows = q.reshape(batch, length, groups, heads // groups, dim).transpose(0, 2, 3, 1, 4)
-    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, query_length - length), (0, 0)))
+    rows = jnp.pad(q, ((0, 0), (0, query_length - length), (0, 0), (0, 0)))
     kv = jnp.stack([k, v]).astype(q.dtype).swapaxes(2, 3)
     kv = jnp.pad(kv, ((0, 0), (0, 0), (0, 0), (0, key_length - slots), (0, 0)))
-    work = blockwise.plan_work(kernel, query, Keys(*(x[None] for x in key)))
-    running = softmax.start(rows.shape, accumulation_dtype(q.dtype))
-    running = blockwise.forward(
-        kernel, running, rows, kv, query, key, blockwise.Work(work.order[0], work.num_full[0], work.num_visible[0])
-    )
-    running = softmax.Running(running.out[..., :length, :], running.top[..., :length], running.total[..., :length])
+    running = blockwise.forward(kernel, softmax.start(rows.shape, accumulation_dtype(q.dtype)), rows, kv, query, key)
+    out, top, total = running.out[:, :length], running.top[..., :length], running.total[..., :length]
     if axes:
-        top = lax.pmax(running.top, axes)
-        shrink = jnp.exp(running.top - top)
-        packed = jnp.concatenate([running.out, running.total[..., None]], axis=-1) * shrink[..., None]
-        packed = lax.psum_scatter(packed, axes, scatter_dimension=3, tiled=True)
+        shrink = exp2(top - lax.pmax(top, axes))
+        packed = jnp.concatenate([out, jnp.swapaxes(total, 1, 2)[..., None]], axis=-1)
+        packed = packed * jnp.swapaxes(shrink, 1, 2)[..., None]
+        packed = lax.psum_scatter(packed, axes, scatter_dimension=1, tiled=True)
         # Only whether anything was seen and the ratio of the two sums matter from here on.
-        running = softmax.Running(packed[..., :dim], jnp.zeros_like(packed[..., dim]), packed[..., dim])
-    out, _ = softmax.finish(running)
-    return out.transpose(0, 3, 1, 2, 4).reshape(batch, -1, heads, dim).astype(q.dtype)
+        out, total = packed[..., :dim], jnp.swapaxes(packed[..., dim], 1, 2)
+        top = jnp.zeros_like(total)
+    factor, _ = softmax.normalise(top, total)
+    return (out * jnp.swapaxes(factor, 1, 2)[..., None]).astype(q.dtype)
 
 
 def _products(rows: jax.Array, k: jax.Array) -> jax.Array:

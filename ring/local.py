@@ -16,6 +16,7 @@ from jax import lax
 
 from ring import exchange, rotate, softmax, transit
 from ring.blockwise import Kernel, Residual, accumulation_dtype
+from ring.exponential import LOG2_E, exp2
 from ring.mask import Keys, Mask, Queries, pad_keys, pad_queries, queries
 from ring.transit import Parcel
 
@@ -62,13 +63,13 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """(out [B,S,H,D] in q's dtype, lse [B, H / exchange, S * exchange] float32)."""
     ready = _prepare(spec, q.shape[1], meta)
-    q_rows, kv = _enter_queries(spec, ready, q, k.shape[2]), _enter_keys(spec, ready, k, v)
+    q_rows = _enter_queries(spec, ready, q)
+    own = rotate.Shard(_enter_keys(spec, ready, k, v), jnp.stack(ready.key))
     running = softmax.start(q_rows.shape, accumulation_dtype(q.dtype))
-    running = rotate.forward(
-        ready.kernel, running, q_rows, kv, ready.query, ready.key, spec.route.ring, spec.route.ring_size
-    )
-    out, lse = softmax.finish(running, _rows_of_sinks(spec, sinks, running.top))
-    return _leave_queries(spec, ready, out.astype(q.dtype)), _pack_lse(ready, lse)
+    running = rotate.forward(ready.kernel, running, q_rows, own, ready.query, spec.route.ring, spec.route.ring_size)
+    factor, lse = softmax.normalise(running.top, running.total, _rows_of_sinks(spec, sinks, running.top))
+    out = running.out * jnp.swapaxes(factor, 1, 2)[..., None]
+    return _leave_queries(spec, ready, out.astype(q.dtype)), lse[:, :, : ready.query_length]
 
 
 def backward(
@@ -85,22 +86,23 @@ def backward(
     """Cotangents of q, k, v and this device's share of the cotangent of ``sinks``, in their dtypes."""
     route, num_groups = spec.route, k.shape[2]
     ready = _prepare(spec, q.shape[1], meta)
-    kv = _enter_keys(spec, ready, k, v)
+    own = rotate.Shard(_enter_keys(spec, ready, k, v), jnp.stack(ready.key))
     delta_BSH = jnp.sum(out.astype(lse.dtype) * dout.astype(lse.dtype), axis=-1)
-    delta = exchange.split_heads(delta_BSH, route.exchange, heads=2, sequence=1)
-    q_rows = _enter_queries(spec, ready, q, num_groups)
-    rows = q_rows.shape[:-1]
+    delta = jnp.swapaxes(exchange.split_heads(delta_BSH, route.exchange, heads=2, sequence=1), 1, 2)
+    q_rows = _enter_queries(spec, ready, q)
+    # Padded queries are hidden from every key, so their logsumexp is never used.
     residual = Residual(
         q_rows,
-        _enter_queries(spec, ready, dout.astype(q.dtype), num_groups),
-        _unpack_lse(ready, lse, rows),
-        _pad(jnp.swapaxes(delta, 1, 2), 2, rows[3]).reshape(rows),
+        _enter_queries(spec, ready, dout.astype(q.dtype)),
+        _pad(lse * LOG2_E, 2, q_rows.shape[1]),
+        _pad(delta, 2, q_rows.shape[1]),
     )
     dsinks = _cotangent_of_sinks(spec, sinks, residual)
-    dq, dkv = rotate.backward(ready.kernel, residual, kv, ready.query, ready.key, route.ring, route.ring_size)
+    dq, dkv = rotate.backward(ready.kernel, residual, own, ready.query, route.ring, route.ring_size)
     dk, dv = _leave_keys(spec, ready, dkv, num_groups)
-    dq = _leave_queries(spec, ready, jnp.moveaxis(dq, 2, -1).astype(q.dtype))
-    return dq, dk.astype(k.dtype), dv.astype(v.dtype), dsinks
+    batch, length, heads, dim = q_rows.shape
+    dq = dq.transpose(0, 4, 1, 3, 2).reshape(batch, length, heads, dim)
+    return _leave_queries(spec, ready, dq.astype(q.dtype)), dk.astype(k.dtype), dv.astype(v.dtype), dsinks
 
 
 def _prepare(spec: Spec, length: int, meta: tuple[jax.Array | None, ...]) -> _Prepared:
@@ -135,38 +137,31 @@ def block_size(length: int, requested: int | None) -> int:
     return max(1, -(-length // num_blocks))
 
 
-def _enter_queries(spec: Spec, ready: _Prepared, x_BSHD: jax.Array, num_groups: int) -> jax.Array:
-    """[B,S,H,D] -> [B,G,R,S,D] of the heads this device attends with."""
-    route = spec.route
-    x = exchange.split_heads(x_BSHD, route.exchange, heads=2, sequence=1)
-    batch, length, heads, dim = x.shape
-    groups = max(1, num_groups // route.exchange_size)
-    x = x.reshape(batch, length, groups, heads // groups, dim).transpose(0, 2, 3, 1, 4)
-    return _pad(x, 3, ready.query.segment.shape[1])
+def _enter_queries(spec: Spec, ready: _Prepared, x_BSHD: jax.Array) -> jax.Array:
+    """[B,S,H,D] -> [B,S,H,D] of the heads this device attends with, in whole blocks of tokens."""
+    x = exchange.split_heads(x_BSHD, spec.route.exchange, heads=2, sequence=1)
+    return _pad(x, 1, ready.query.segment.shape[1])
 
 
-def _leave_queries(spec: Spec, ready: _Prepared, x: jax.Array) -> jax.Array:
-    batch, groups, heads, _, dim = x.shape
-    x = x[:, :, :, : ready.query_length].transpose(0, 3, 1, 2, 4)
-    x = x.reshape(batch, ready.query_length, groups * heads, dim)
-    return exchange.join_heads(x, spec.route.exchange, heads=2, sequence=1)
+def _leave_queries(spec: Spec, ready: _Prepared, x_BSHD: jax.Array) -> jax.Array:
+    return exchange.join_heads(x_BSHD[:, : ready.query_length], spec.route.exchange, heads=2, sequence=1)
 
 
 def _enter_keys(spec: Spec, ready: _Prepared, k_BSGD: jax.Array, v_BSGD: jax.Array) -> Parcel:
-    """[B,S,G,D] twice -> [2,B,G,T,D] as it travels: keys and values in one message."""
+    """[B,S,G,D] twice -> [2,B,T,G,D] as it travels: keys and values in one message."""
 
     def enter(x: jax.Array) -> jax.Array:
         x = exchange.repeat_groups(x, _repeats(spec, k_BSGD.shape[2]), heads=3)
         x = exchange.split_heads(x, spec.route.exchange, heads=3, sequence=2)
-        x = exchange.gather(jnp.swapaxes(x, 2, 3), spec.route.gather, sequence=3)
-        return _pad(x, 3, ready.key.segment.shape[1])
+        x = exchange.gather(x, spec.route.gather, sequence=2)
+        return _pad(x, 2, ready.key.segment.shape[1])
 
     return jax.tree.map(enter, transit.encode(jnp.stack([k_BSGD, v_BSGD]), spec.transit_dtype))
 
 
 def _leave_keys(spec: Spec, ready: _Prepared, dkv: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array]:
-    dkv = exchange.scatter_sum(dkv[:, :, :, : ready.key_length], spec.route.gather, sequence=3)
-    dkv = exchange.join_heads(jnp.swapaxes(dkv, 2, 3), spec.route.exchange, heads=3, sequence=2)
+    dkv = exchange.scatter_sum(dkv[:, :, : ready.key_length], spec.route.gather, sequence=2)
+    dkv = exchange.join_heads(dkv, spec.route.exchange, heads=3, sequence=2)
     dkv = exchange.sum_groups(dkv, _repeats(spec, num_groups), heads=3)
     return dkv[0], dkv[1]
 
@@ -175,21 +170,10 @@ def _repeats(spec: Spec, num_groups: int) -> int:
     return max(1, spec.route.exchange_size // num_groups)
 
 
-def _pack_lse(ready: _Prepared, lse: jax.Array) -> jax.Array:
-    batch, groups, heads, length = lse.shape
-    return lse.reshape(batch, groups * heads, length)[:, :, : ready.query_length]
-
-
-def _unpack_lse(ready: _Prepared, lse: jax.Array, rows: tuple[int, ...]) -> jax.Array:
-    # Padded queries are hidden from every key, so their logsumexp is never used.
-    return _pad(lse, 2, rows[3]).reshape(rows)
-
-
 def _rows_of_sinks(spec: Spec, sinks: jax.Array | None, like: jax.Array) -> jax.Array | None:
     if sinks is None:
         return None
-    mine = _my_sinks(spec, sinks, like.shape[1] * like.shape[2])
-    return jnp.broadcast_to(mine.astype(like.dtype).reshape(1, like.shape[1], like.shape[2], 1), like.shape)
+    return jnp.broadcast_to(_my_sinks(spec, sinks, like.shape[1]).astype(like.dtype)[:, None], like.shape)
 
 
 def _my_sinks(spec: Spec, sinks: jax.Array, num_heads: int) -> jax.Array:
@@ -204,7 +188,7 @@ def _cotangent_of_sinks(spec: Spec, sinks: jax.Array | None, residual: Residual)
     # The sink has no value: its score's cotangent is weight * (0 - delta). Empty rows have lse = +inf.
     rows = _rows_of_sinks(spec, sinks, residual.lse)
     assert rows is not None
-    own = -jnp.sum(jnp.exp(rows - residual.lse) * residual.delta, axis=(0, 3)).reshape(-1)
+    own = -jnp.sum(exp2(rows * LOG2_E - residual.lse) * residual.delta, axis=(0, 2))
     if spec.route.exchange:
         start = lax.axis_index(spec.route.exchange) * own.shape[0]
         own = lax.dynamic_update_slice(jnp.zeros(sinks.shape, own.dtype), own, (start,))

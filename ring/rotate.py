@@ -6,13 +6,13 @@ not sent on. In the backward pass dK and dV travel in float32 one hop behind the
 belong to, and one more hop brings them home. Ring Attention, arXiv:2310.01889.
 
 Collectives stand outside every branch and data-dependent loop, which devices may run differently often.
-Positions and segments (8 bytes a token) are gathered once per pass: the visible pairs of blocks of all
-hops are then known before the first hop, and the hops carry nothing but keys and values.
+Positions and segments (8 bytes a token) travel with the keys and values they describe, so that nothing on a
+device grows with the number of devices.
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,14 +27,16 @@ from ring.transit import Parcel
 Tree = TypeVar("Tree")
 
 
-def keys_by_hop(key: Keys, axes: tuple[str, ...], size: int) -> Keys:
-    """[size, B, T]: metadata of the keys this device holds after 0, 1, ... hops."""
-    if size == 1:
-        return Keys(*(x[None] for x in key))
-    everywhere = lax.all_gather(jnp.stack(key), axes)
-    source = (lax.axis_index(axes) - jnp.arange(size, dtype=jnp.int32)) % size
-    arranged = jnp.take(everywhere, source, axis=0)
-    return Keys(arranged[:, 0], arranged[:, 1])
+class Shard(NamedTuple):
+    """What travels: keys and values [2,B,T,G,D], and their positions and segments int32 [2,B,T]."""
+
+    kv: Parcel
+    where: jax.Array
+
+    @property
+    def key(self) -> Keys:
+        """What decides the visibility of the keys."""
+        return Keys(self.where[0], self.where[1])
 
 
 def send_on(x: Tree, axes: tuple[str, ...], size: int) -> Tree:
@@ -44,65 +46,47 @@ def send_on(x: Tree, axes: tuple[str, ...], size: int) -> Tree:
 
 
 def forward(
-    kernel: Kernel,
-    running: Running,
-    q: jax.Array,
-    kv: Parcel,
-    query: Queries,
-    key: Keys,
-    axes: tuple[str, ...],
-    size: int,
+    kernel: Kernel, running: Running, q: jax.Array, own: Shard, query: Queries, axes: tuple[str, ...], size: int
 ) -> Running:
-    """Attention of q [B,G,R,S,D] to every device's kv [2,B,G,T,D]; ``key`` is this device's own [B, T]."""
-    hops = keys_by_hop(key, axes, size)
-    works = blockwise.plan_work(kernel, query, hops)
+    """Attention of q [B,S,H,D] to every device's keys and values; ``own`` is this device's shard of them."""
 
-    def attend(hop: jax.Array | int, running: Running, kv: Parcel) -> Running:
-        return blockwise.forward(
-            kernel, running, q, transit.decode(kv, q.dtype), query, _at(hops, hop), _at(works, hop)
-        )
+    def attend(running: Running, shard: Shard) -> Running:
+        return blockwise.forward(kernel, running, q, transit.decode(shard.kv, q.dtype), query, shard.key)
 
-    def hop(index: jax.Array, carry: tuple[Parcel, Running]) -> tuple[Parcel, Running]:
-        kv, running = carry
-        arriving = send_on(kv, axes, size)
-        return arriving, attend(index, running, kv)
+    def hop(_: jax.Array, carry: tuple[Shard, Running]) -> tuple[Shard, Running]:
+        shard, running = carry
+        arriving = send_on(shard, axes, size)
+        return arriving, attend(running, shard)
 
     if size > 1:
-        kv, running = lax.fori_loop(0, size - 1, hop, (kv, running))
-    return attend(size - 1, running, kv)
+        own, running = lax.fori_loop(0, size - 1, hop, (own, running))
+    return attend(running, own)
 
 
 def backward(
-    kernel: Kernel, residual: Residual, kv: Parcel, query: Queries, key: Keys, axes: tuple[str, ...], size: int
+    kernel: Kernel, residual: Residual, own: Shard, query: Queries, axes: tuple[str, ...], size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """(dq [B,G,D,R,S], dkv [2,B,G,T,D]), both in the accumulation dtype."""
-    hops = keys_by_hop(key, axes, size)
-    works = blockwise.plan_work(kernel, query, hops)
-    batch, groups, heads, length, dim = residual.q.shape
-    dq = jnp.zeros((batch, groups, dim, heads, length), residual.lse.dtype)
+    """(dq [B,G,D,R,S], dkv [2,B,T,G,D]), both in the accumulation dtype."""
+    batch, length, heads, dim = residual.q.shape
+    groups = own.kv.values.shape[3]
+    dq = jnp.zeros((batch, groups, dim, heads // groups, length), residual.lse.dtype)
 
-    def attend(hop: jax.Array | int, dq: jax.Array, kv: Parcel) -> tuple[jax.Array, jax.Array]:
-        return blockwise.backward(
-            kernel, dq, residual, transit.decode(kv, residual.q.dtype), query, _at(hops, hop), _at(works, hop)
-        )
+    def attend(dq: jax.Array, shard: Shard) -> tuple[jax.Array, jax.Array]:
+        return blockwise.backward(kernel, dq, residual, transit.decode(shard.kv, residual.q.dtype), query, shard.key)
 
     if size == 1:
-        return attend(0, dq, kv)
+        return attend(dq, own)
 
-    arriving = send_on(kv, axes, size)
-    dq, dkv = attend(0, dq, kv)
+    arriving = send_on(own, axes, size)
+    dq, dkv = attend(dq, own)
 
-    def hop(index: jax.Array, carry: tuple[Parcel, jax.Array, jax.Array]) -> tuple[Parcel, jax.Array, jax.Array]:
-        kv, dq, dkv = carry
-        arriving, following = send_on((kv, dkv), axes, size)
-        dq, own = attend(index, dq, kv)
-        return arriving, dq, following + own
+    def hop(_: jax.Array, carry: tuple[Shard, jax.Array, jax.Array]) -> tuple[Shard, jax.Array, jax.Array]:
+        shard, dq, dkv = carry
+        arriving, following = send_on((shard, dkv), axes, size)
+        dq, added = attend(dq, shard)
+        return arriving, dq, following + added
 
-    kv, dq, dkv = lax.fori_loop(1, size - 1, hop, (arriving, dq, dkv))
+    shard, dq, dkv = lax.fori_loop(1, size - 1, hop, (arriving, dq, dkv))
     following = send_on(dkv, axes, size)
-    dq, own = attend(size - 1, dq, kv)
-    return dq, send_on(following + own, axes, size)
-
-
-def _at(tree: Tree, hop: jax.Array | int) -> Tree:
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, hop, keepdims=False), tree)
+    dq, added = attend(dq, shard)
+    return dq, send_on(following + added, axes, size)

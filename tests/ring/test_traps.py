@@ -73,11 +73,12 @@ def test_merging_partials_that_saw_nothing() -> None:
     rng = np.random.default_rng(0)
     score, value = rng.standard_normal((3, 5)), rng.standard_normal((3, 5, 4))
     score[1] = -np.inf  # the second device's keys are all hidden
-    empty = softmax.start((1, 4), jnp.dtype(jnp.float32))
+    empty = softmax.Running(jnp.zeros((1, 4)), jnp.full((1,), softmax.LOWEST), jnp.zeros((1,)))
 
     def combined(value: jax.Array, score: jax.Array) -> jax.Array:
+        score = score * np.log2(np.e)
         top = jnp.maximum(jnp.max(score, axis=1, keepdims=True), softmax.LOWEST)
-        weight = jnp.exp(score - top)
+        weight = jnp.exp2(score - top)
         out = jnp.sum(weight[:, :, None] * value, axis=1, keepdims=True)
         merged = softmax.merge(out, top, jnp.sum(weight, axis=1, keepdims=True))
         both = softmax.merge(*(jnp.stack(x) for x in zip(merged, empty, strict=True)))
