@@ -3,14 +3,14 @@
 Blocks that nobody sees are not visited. The pairs of blocks are classified on the device; every block of
 queries (of keys, in the backward pass) then has a list of the blocks it must visit, fully visible ones
 first, which need no comparing. Two nested loops walk over the lists: what belongs to the outer block is
-read once and stays in the inner loop's carry.
+read once and stays in the inner loop's carry. Heads are taken a few at a time, so that scores stay in the cache.
 Blockwise Parallel Transformers, arXiv:2305.19370; FlashAttention-2's backward, arXiv:2307.08691.
 
 Shapes: B batch, S sequence (T of the keys), H query heads, G key/value heads, R = H / G, D head dim, Q and K
-rows of a block. Arrays keep the caller's order of dims; a block is transposed when it is cut out, where a
-copy is made anyway. Scores are [G, RQ, K] in the forward pass and [G, K, RQ] in the backward pass: XLA's
-CPU products are two to three times slower when the contracted dimension comes first in both operands, and
-these orientations avoid that in all seven products.
+rows of a block. Arrays are transposed where a copy is made anyway: queries when a block is cut out, keys and
+values when they are packed for their journey. Scores are [G, RQ, K] in the forward pass and [G, K, RQ] in the
+backward pass: XLA's CPU products are two to three times slower when the contracted dimension comes first in
+both operands, and these orientations avoid that in all seven products.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from ring.mask import FULL, NONE, Keys, Queries, classify, visible
 from ring.softmax import Running
 
 _FEW_BLOCKS = 4
+_SCORES = 2**17  # scores at once: half a megabyte in float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,22 +71,21 @@ def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:
 
 
 def forward(kernel: Kernel, running: Running, q: jax.Array, kv: jax.Array, query: Queries, key: Keys) -> Running:
-    """Adds what ``q`` [B,S,H,D] sees of ``kv`` [2,B,T,G,D] to ``running`` (out [B,S,H,D], rows [B,H,S])."""
-    _, _, heads, dim = q.shape
-    groups = kv.shape[3]
-    cut = _Cutter(groups, heads // groups, kernel.query_block, kernel.key_block)
+    """Adds what ``q`` [B,S,H,D] sees of ``kv`` [2,B,G,T,D] to ``running`` (out [B,S,H,D], rows [B,H,S])."""
+    cut = _Cutter.of(kernel, q.shape[2], kv.shape[2])
     work = _plan(classify(query, key, kernel.query_block, kernel.key_block))
     num_blocks = q.shape[1] // kernel.query_block
 
     def row(step: jax.Array, running: Running) -> Running:
-        place = work.outer[step]
+        block, g = cut.split(step, work.num_outer)
+        place = work.outer[block]
         b, i = place // num_blocks, (place % num_blocks) * kernel.query_block
-        q_block = cut.rows(q, b, i)
+        q_block = cut.rows(q, b, i, g)
 
         def visit(step: jax.Array, carry: Running, masked: bool) -> Running:
             out, top, total = carry
             j = work.inner[place, step] * kernel.key_block
-            score = _dot("gqd,gkd->gqk", q_block, cut.keys(kv, 0, b, j))
+            score = _dot("gqd,gkd->gqk", q_block, cut.keys(kv, 0, b, j, g))
             # The scale comes after the maximum, which so reads the product itself and not one more copy of it.
             scale = kernel.scale * LOG2_E
             if kernel.soft_cap is not None:
@@ -96,42 +96,42 @@ def forward(kernel: Kernel, running: Running, q: jax.Array, kv: jax.Array, query
             new_top = jnp.maximum(top, jnp.max(score, axis=-1) * scale)
             weight = exp2(score * scale - new_top[..., None])
             shrink = exp2(top - new_top)
-            new_out = _dot("gqk,gkd->gqd", weight.astype(kv.dtype), cut.keys(kv, 1, b, j))
+            new_out = _dot("gqk,gkd->gqd", weight.astype(kv.dtype), cut.keys(kv, 1, b, j, g))
             return Running(out * shrink[..., None] + new_out, new_top, total * shrink + jnp.sum(weight, axis=-1))
 
-        start = Running(cut.rows(running.out, b, i), cut.stats(running.top, b, i), cut.stats(running.total, b, i))
+        start = Running(*(cut.rows(running.out, b, i, g), *(cut.stats(x, b, i, g) for x in running[1:])))
         out, top, total = _visits(work, place, visit, start)
         return Running(
-            _put(running.out, cut.back(out), (b, i, 0, 0)),
-            _put(running.top, top.reshape(heads, -1), (b, 0, i)),
-            _put(running.total, total.reshape(heads, -1), (b, 0, i)),
+            cut.put_rows(running.out, out, b, i, g),
+            cut.put_stats(running.top, top, b, i, g),
+            cut.put_stats(running.total, total, b, i, g),
         )
 
-    return lax.fori_loop(0, work.num_outer, row, running)
+    return lax.fori_loop(0, work.num_outer * cut.num_steps, row, running)
 
 
 def backward(
     kernel: Kernel, dq: jax.Array, residual: Residual, kv: jax.Array, query: Queries, key: Keys
 ) -> tuple[jax.Array, jax.Array]:
-    """(dq + what this shard of keys adds [B,G,D,R,S], dkv of this shard [2,B,T,G,D]), in the accumulation dtype."""
-    _, _, heads, dim = residual.q.shape
-    groups = kv.shape[3]
-    cut = _Cutter(groups, heads // groups, kernel.query_block, kernel.key_block)
+    """(dq + what this shard of keys adds [B,G,D,R,S], dkv of this shard [2,B,G,T,D]), in the accumulation dtype."""
+    cut = _Cutter.of(kernel, residual.q.shape[2], kv.shape[2])
     work = _plan(jnp.swapaxes(classify(query, key, kernel.query_block, kernel.key_block), -1, -2))
-    num_blocks = kv.shape[2] // kernel.key_block
+    num_blocks = kv.shape[3] // kernel.key_block
+    dq_sizes = (1, cut.groups, kv.shape[4], cut.repeats, kernel.query_block)
 
     def column(step: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         dq, dkv = carry
-        place = work.outer[step]
+        block, g = cut.split(step, work.num_outer)
+        place = work.outer[block]
         b, j = place // num_blocks, (place % num_blocks) * kernel.key_block
-        k_block, v_block = cut.keys(kv, 0, b, j), cut.keys(kv, 1, b, j)
+        k_block, v_block = cut.keys(kv, 0, b, j, g), cut.keys(kv, 1, b, j, g)
         k_transposed = lax.optimization_barrier(jnp.swapaxes(k_block, -1, -2))
 
         def visit(step: jax.Array, carry: tuple[jax.Array, ...], masked: bool) -> tuple[jax.Array, ...]:
             dq, dk, dv = carry
             i = work.inner[place, step] * kernel.query_block
-            q, dout = cut.rows(residual.q, b, i), cut.rows(residual.dout, b, i)
-            lse, delta = cut.stats(residual.lse, b, i), cut.stats(residual.delta, b, i)
+            q, dout = cut.rows(residual.q, b, i, g), cut.rows(residual.dout, b, i, g)
+            lse, delta = cut.stats(residual.lse, b, i, g), cut.stats(residual.delta, b, i, g)
             score, scale = _dot("gkd,gqd->gkq", k_block, q), kernel.scale * LOG2_E
             if kernel.soft_cap is not None:
                 score, scale = kernel.soft_cap * jnp.tanh(score * (kernel.scale / kernel.soft_cap)), LOG2_E
@@ -147,17 +147,16 @@ def backward(
                 dscore = dscore * (1 - jnp.square(score / kernel.soft_cap))
             dscore = (dscore * kernel.scale).astype(q.dtype)
             dk = dk + _dot("gkq,gqd->gkd", dscore, q)
-            place_dq = (b, 0, 0, 0, i)
-            dq_block = lax.dynamic_slice(dq, place_dq, (1, groups, dim, cut.repeats, kernel.query_block))
-            dq_block = dq_block + _dot("gdk,gkq->gdq", k_transposed, dscore).reshape(dq_block.shape)
-            return lax.dynamic_update_slice(dq, dq_block, place_dq), dk, dv
+            start = (b, g, 0, 0, i)
+            dq_block = lax.dynamic_slice(dq, start, dq_sizes)
+            dq_block = dq_block + _dot("gdk,gkq->gdq", k_transposed, dscore).reshape(dq_sizes)
+            return lax.dynamic_update_slice(dq, dq_block, start), dk, dv
 
         nothing = jnp.zeros(k_block.shape, dq.dtype)
         dq, dk, dv = _visits(work, place, visit, (dq, nothing, nothing))
-        both = jnp.stack([dk, dv]).transpose(0, 2, 1, 3)
-        return dq, lax.dynamic_update_slice(dkv, both[:, None], (0, b, j, 0, 0))
+        return dq, lax.dynamic_update_slice(dkv, jnp.stack([dk, dv])[:, None], (0, b, g, j, 0))
 
-    return lax.fori_loop(0, work.num_outer, column, (dq, jnp.zeros(kv.shape, dq.dtype)))
+    return lax.fori_loop(0, work.num_outer * cut.num_steps, column, (dq, jnp.zeros(kv.shape, dq.dtype)))
 
 
 def _plan(seen: jax.Array) -> _Work:
@@ -192,36 +191,53 @@ def _visits(work: _Work, place: jax.Array, visit: Callable, carry: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Cutter:
-    """Blocks of whole arrays, as the products want them."""
+    """Blocks of whole arrays, as the products want them: G of ``num_steps`` times G groups, R heads each."""
 
     groups: int
+    num_steps: int
     repeats: int
     query_block: int
     key_block: int
 
-    def rows(self, x: jax.Array, b: jax.Array, i: jax.Array) -> jax.Array:
+    @classmethod
+    def of(cls, kernel: Kernel, heads: int, groups: int) -> _Cutter:
+        """As many groups at once as have scores that stay in a core's cache."""
+        repeats, pair = heads // groups, kernel.query_block * kernel.key_block
+        at_once = max(n for n in range(1, groups + 1) if groups % n == 0 and (n == 1 or n * repeats * pair <= _SCORES))
+        return cls(at_once, groups // at_once, repeats, kernel.query_block, kernel.key_block)
+
+    def split(self, step: jax.Array, num_outer: jax.Array) -> tuple[jax.Array, jax.Array | int]:
+        """(outer block, first group) of a step: all blocks of some groups, then of the next ones."""
+        return (step, 0) if self.num_steps == 1 else (step % num_outer, step // num_outer * self.groups)
+
+    def rows(self, x: jax.Array, b: jax.Array, i: jax.Array, g: jax.Array | int) -> jax.Array:
         """[B,S,H,D] -> [G, RQ, D]."""
-        _, _, heads, dim = x.shape
-        block = lax.dynamic_slice(x, (b, i, 0, 0), (1, self.query_block, heads, dim))
+        dim = x.shape[3]
+        sizes = (1, self.query_block, self.groups * self.repeats, dim)
+        block = lax.dynamic_slice(x, (b, i, g * self.repeats, 0), sizes)
         block = block.reshape(self.query_block, self.groups, self.repeats, dim).transpose(1, 2, 0, 3)
         return block.reshape(self.groups, -1, dim)
 
-    def back(self, block: jax.Array) -> jax.Array:
-        """[G, RQ, D] -> [Q, H, D]."""
-        dim = block.shape[-1]
+    def put_rows(self, x: jax.Array, block: jax.Array, b: jax.Array, i: jax.Array, g: jax.Array | int) -> jax.Array:
+        """The inverse of ``rows``: ``x`` with the block in its place."""
+        dim = x.shape[3]
         block = block.reshape(self.groups, self.repeats, self.query_block, dim).transpose(2, 0, 1, 3)
-        return block.reshape(self.query_block, -1, dim)
+        block = block.reshape(1, self.query_block, -1, dim)
+        return lax.dynamic_update_slice(x, block, (b, i, g * self.repeats, 0))
 
-    def stats(self, x: jax.Array, b: jax.Array, i: jax.Array) -> jax.Array:
+    def stats(self, x: jax.Array, b: jax.Array, i: jax.Array, g: jax.Array | int) -> jax.Array:
         """[B,H,S] -> [G, RQ]."""
-        block = lax.dynamic_slice(x, (b, 0, i), (1, self.groups * self.repeats, self.query_block))
-        return block.reshape(self.groups, -1)
+        sizes = (1, self.groups * self.repeats, self.query_block)
+        return lax.dynamic_slice(x, (b, g * self.repeats, i), sizes).reshape(self.groups, -1)
 
-    def keys(self, kv: jax.Array, which: int, b: jax.Array, j: jax.Array) -> jax.Array:
-        """[2,B,T,G,D] -> [G, K, D] of the keys (0) or the values (1)."""
+    def put_stats(self, x: jax.Array, block: jax.Array, b: jax.Array, i: jax.Array, g: jax.Array | int) -> jax.Array:
+        """The inverse of ``stats``."""
+        return lax.dynamic_update_slice(x, block.reshape(1, -1, self.query_block), (b, g * self.repeats, i))
+
+    def keys(self, kv: jax.Array, which: int, b: jax.Array, j: jax.Array, g: jax.Array | int) -> jax.Array:
+        """[2,B,G,T,D] -> [G, K, D] of the keys (0) or the values (1)."""
         # One slice of the whole: indexing first would copy all keys out of the loop.
-        sizes = (1, 1, self.key_block, self.groups, kv.shape[-1])
-        return lax.dynamic_slice(kv, (which, b, j, 0, 0), sizes)[0, 0].transpose(1, 0, 2)
+        return lax.dynamic_slice(kv, (which, b, g, j, 0), (1, 1, self.groups, self.key_block, kv.shape[4]))[0, 0]
 
     def per_row(self, score: jax.Array, rows: int) -> jax.Array:
         """[G, RQ, K], or [G, K, RQ], with dim ``rows`` split into heads and queries."""
@@ -239,10 +255,6 @@ def _hidden(kernel: Kernel, query: Queries, key: Keys, place: tuple, dtype: jnp.
 def _dot(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.einsum(equation, x, y, preferred_element_type=accumulation_dtype(x.dtype), precision=precision)
-
-
-def _put(x: jax.Array, block: jax.Array, start: tuple) -> jax.Array:
-    return lax.dynamic_update_slice(x, block[None], start)
 
 
 def _meta(meta: Any, b: jax.Array, start: jax.Array, size: int) -> Any:

@@ -148,20 +148,20 @@ def _leave_queries(spec: Spec, ready: _Prepared, x_BSHD: jax.Array) -> jax.Array
 
 
 def _enter_keys(spec: Spec, ready: _Prepared, k_BSGD: jax.Array, v_BSGD: jax.Array) -> Parcel:
-    """[B,S,G,D] twice -> [2,B,T,G,D] as it travels: keys and values in one message."""
+    """[B,S,G,D] twice -> [2,B,G,T,D] as it travels: keys and values in one message."""
 
     def enter(x: jax.Array) -> jax.Array:
         x = exchange.repeat_groups(x, _repeats(spec, k_BSGD.shape[2]), heads=3)
         x = exchange.split_heads(x, spec.route.exchange, heads=3, sequence=2)
-        x = exchange.gather(x, spec.route.gather, sequence=2)
-        return _pad(x, 2, ready.key.segment.shape[1])
+        x = exchange.gather(jnp.swapaxes(x, 2, 3), spec.route.gather, sequence=3)
+        return _pad(x, 3, ready.key.segment.shape[1])
 
     return jax.tree.map(enter, transit.encode(jnp.stack([k_BSGD, v_BSGD]), spec.transit_dtype))
 
 
 def _leave_keys(spec: Spec, ready: _Prepared, dkv: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array]:
-    dkv = exchange.scatter_sum(dkv[:, :, : ready.key_length], spec.route.gather, sequence=2)
-    dkv = exchange.join_heads(dkv, spec.route.exchange, heads=3, sequence=2)
+    dkv = exchange.scatter_sum(dkv[:, :, :, : ready.key_length], spec.route.gather, sequence=3)
+    dkv = exchange.join_heads(jnp.swapaxes(dkv, 2, 3), spec.route.exchange, heads=3, sequence=2)
     dkv = exchange.sum_groups(dkv, _repeats(spec, num_groups), heads=3)
     return dkv[0], dkv[1]
 

@@ -28,7 +28,7 @@ Tree = TypeVar("Tree")
 
 
 class Shard(NamedTuple):
-    """What travels: keys and values [2,B,T,G,D], and their positions and segments int32 [2,B,T]."""
+    """What travels: keys and values [2,B,G,T,D], and their positions and segments int32 [2,B,T]."""
 
     kv: Parcel
     where: jax.Array
@@ -66,9 +66,9 @@ def forward(
 def backward(
     kernel: Kernel, residual: Residual, own: Shard, query: Queries, axes: tuple[str, ...], size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """(dq [B,G,D,R,S], dkv [2,B,T,G,D]), both in the accumulation dtype."""
+    """(dq [B,G,D,R,S], dkv [2,B,G,T,D]), both in the accumulation dtype."""
     batch, length, heads, dim = residual.q.shape
-    groups = own.kv.values.shape[3]
+    groups = own.kv.values.shape[2]
     dq = jnp.zeros((batch, groups, dim, heads // groups, length), residual.lse.dtype)
 
     def attend(dq: jax.Array, shard: Shard) -> tuple[jax.Array, jax.Array]:
