@@ -106,6 +106,7 @@ def _attention(
         query_block=plan.query_block,
         key_block=plan.key_block,
         transit_dtype=plan.transit_dtype if plan.num_shards > 1 else None,
+        platform=plan.platform,
     )
     _check_route(spec, strategy, heads_here, groups_here)
     meta: Meta = (positions, segment_ids, last_visible)

@@ -111,9 +111,15 @@ def forward(kernel: Kernel, running: Running, q: jax.Array, kv: jax.Array, query
 
 
 def backward(
-    kernel: Kernel, dq: jax.Array, residual: Residual, kv: jax.Array, query: Queries, key: Keys
+    kernel: Kernel,
+    dq: jax.Array,
+    dkv: jax.Array,
+    residual: Residual,
+    kv: jax.Array,
+    query: Queries,
+    key: Keys,
 ) -> tuple[jax.Array, jax.Array]:
-    """(dq + what this shard of keys adds [B,G,D,R,S], dkv of this shard [2,B,G,T,D]), in the accumulation dtype."""
+    """``dq`` [B,G,D,R,S] and ``dkv`` [2,B,G,T,D], in the accumulation dtype, and what these shards add to them."""
     cut = _Cutter.of(kernel, residual.q.shape[2], kv.shape[2])
     work = _plan(jnp.swapaxes(classify(query, key, kernel.query_block, kernel.key_block), -1, -2))
     num_blocks = kv.shape[3] // kernel.key_block
@@ -152,11 +158,11 @@ def backward(
             dq_block = dq_block + _dot("gdk,gkq->gdq", k_transposed, dscore).reshape(dq_sizes)
             return lax.dynamic_update_slice(dq, dq_block, start), dk, dv
 
-        nothing = jnp.zeros(k_block.shape, dq.dtype)
-        dq, dk, dv = _visits(work, place, visit, (dq, nothing, nothing))
+        start = dq, cut.keys(dkv, 0, b, j, g), cut.keys(dkv, 1, b, j, g)
+        dq, dk, dv = _visits(work, place, visit, start)
         return dq, lax.dynamic_update_slice(dkv, jnp.stack([dk, dv])[:, None], (0, b, g, j, 0))
 
-    return lax.fori_loop(0, work.num_outer * cut.num_steps, column, (dq, jnp.zeros(kv.shape, dq.dtype)))
+    return lax.fori_loop(0, work.num_outer * cut.num_steps, column, (dq, dkv))
 
 
 def _plan(seen: jax.Array) -> _Work:

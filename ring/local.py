@@ -47,6 +47,7 @@ class Spec:
     query_block: int | None
     key_block: int | None
     transit_dtype: str | None = None
+    platform: str = "cpu"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +99,10 @@ def backward(
         _pad(delta, 2, q_rows.shape[1]),
     )
     dsinks = _cotangent_of_sinks(spec, sinks, residual)
-    dq, dkv = rotate.backward(ready.kernel, residual, own, ready.query, route.ring, route.ring_size)
+    # Transfers between the devices of one CPU do not run beside computation.
+    dq, dkv = rotate.backward(
+        ready.kernel, residual, own, ready.query, route.ring, route.ring_size, in_place=spec.platform == "cpu"
+    )
     dk, dv = _leave_keys(spec, ready, dkv, num_groups)
     batch, length, heads, dim = q_rows.shape
     dq = dq.transpose(0, 4, 1, 3, 2).reshape(batch, length, heads, dim)
@@ -156,7 +160,8 @@ def _enter_keys(spec: Spec, ready: _Prepared, k_BSGD: jax.Array, v_BSGD: jax.Arr
         x = exchange.gather(jnp.swapaxes(x, 2, 3), spec.route.gather, sequence=3)
         return _pad(x, 3, ready.key.segment.shape[1])
 
-    return jax.tree.map(enter, transit.encode(jnp.stack([k_BSGD, v_BSGD]), spec.transit_dtype))
+    kv = jnp.stack([k_BSGD, v_BSGD])
+    return jax.tree.map(enter, transit.encode(kv, spec.transit_dtype, as_bits=spec.platform == "cpu"))
 
 
 def _leave_keys(spec: Spec, ready: _Prepared, dkv: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array]:

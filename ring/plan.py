@@ -100,6 +100,11 @@ class Plan:
         """PartitionSpec of an array whose dims are "batch", "sequence", "heads" or None."""
         return PartitionSpec(*(None if dim is None else (self.axes(dim) or None) for dim in dims))
 
+    @property
+    def platform(self) -> str:
+        """ "cpu", "gpu" or "tpu": that of the mesh's devices, or else of the default ones."""
+        return self.mesh.devices.flat[0].platform if isinstance(self.mesh, Mesh) else jax.default_backend()
+
     def hardware(self) -> Chip:
         """The chip that strategy "auto" calculates with; ValueError if the devices are not in the table."""
         if self.chip is not None:

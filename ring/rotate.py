@@ -64,29 +64,46 @@ def forward(
 
 
 def backward(
-    kernel: Kernel, residual: Residual, own: Shard, query: Queries, axes: tuple[str, ...], size: int
+    kernel: Kernel,
+    residual: Residual,
+    own: Shard,
+    query: Queries,
+    axes: tuple[str, ...],
+    size: int,
+    *,
+    in_place: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """(dq [B,G,D,R,S], dkv [2,B,G,T,D]), both in the accumulation dtype."""
+    """(dq [B,G,D,R,S], dkv [2,B,G,T,D]), both in the accumulation dtype.
+
+    The travelling dkv is added after the computation, behind which its transfer can hide. Where nothing hides,
+    the computation adds to it ``in_place`` instead, which saves the memory and the time of one more dkv.
+    """
     batch, length, heads, dim = residual.q.shape
     groups = own.kv.values.shape[2]
     dq = jnp.zeros((batch, groups, dim, heads // groups, length), residual.lse.dtype)
+    nothing = jnp.zeros(own.kv.values.shape, dq.dtype)
 
-    def attend(dq: jax.Array, shard: Shard) -> tuple[jax.Array, jax.Array]:
-        return blockwise.backward(kernel, dq, residual, transit.decode(shard.kv, residual.q.dtype), query, shard.key)
+    def attend(dq: jax.Array, dkv: jax.Array, shard: Shard) -> tuple[jax.Array, jax.Array]:
+        kv = transit.decode(shard.kv, residual.q.dtype)
+        return blockwise.backward(kernel, dq, dkv, residual, kv, query, shard.key)
+
+    def add(dq: jax.Array, following: jax.Array, shard: Shard) -> tuple[jax.Array, jax.Array]:
+        if in_place:
+            return attend(dq, following, shard)
+        dq, added = attend(dq, nothing, shard)
+        return dq, following + added
 
     if size == 1:
-        return attend(dq, own)
+        return attend(dq, nothing, own)
 
     arriving = send_on(own, axes, size)
-    dq, dkv = attend(dq, own)
+    dq, dkv = attend(dq, nothing, own)
 
     def hop(_: jax.Array, carry: tuple[Shard, jax.Array, jax.Array]) -> tuple[Shard, jax.Array, jax.Array]:
         shard, dq, dkv = carry
         arriving, following = send_on((shard, dkv), axes, size)
-        dq, added = attend(dq, shard)
-        return arriving, dq, following + added
+        return arriving, *add(dq, following, shard)
 
     shard, dq, dkv = lax.fori_loop(1, size - 1, hop, (arriving, dq, dkv))
-    following = send_on(dkv, axes, size)
-    dq, added = attend(dq, shard)
-    return dq, send_on(following + added, axes, size)
+    dq, dkv = add(dq, send_on(dkv, axes, size), shard)
+    return dq, send_on(dkv, axes, size)

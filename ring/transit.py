@@ -29,10 +29,14 @@ class Parcel(NamedTuple):
     scale: jax.Array | None
 
 
-def encode(x: jax.Array, transit_dtype: str | None) -> Parcel:
-    """What is sent for ``x`` [..., D]."""
+def encode(x: jax.Array, transit_dtype: str | None, *, as_bits: bool = False) -> Parcel:
+    """What is sent for ``x`` [..., D]; ``as_bits`` sends 16-bit floats as integers of their bits.
+
+    XLA's collectives on CPUs would carry them as float32.
+    """
     if transit_dtype is None:
-        return Parcel(x, None)
+        hide = as_bits and x.dtype in (jnp.bfloat16, jnp.float16)
+        return Parcel(lax.bitcast_convert_type(x, jnp.uint16) if hide else x, None)
     wide = x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
     top = 127.0 if transit_dtype == "int8" else 448.0
@@ -47,7 +51,8 @@ def encode(x: jax.Array, transit_dtype: str | None) -> Parcel:
 def decode(parcel: Parcel, dtype: jnp.dtype) -> jax.Array:
     """``x`` as every device sees it."""
     if parcel.scale is None:
-        return parcel.values
+        values = parcel.values
+        return lax.bitcast_convert_type(values, dtype) if values.dtype == jnp.uint16 else values
     values = parcel.values
     if values.dtype == jnp.uint8:
         values = lax.bitcast_convert_type(values, jnp.float8_e4m3fn)

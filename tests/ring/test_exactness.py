@@ -7,6 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import ring
+from ring import blockwise
+
 MASKS: list[dict[str, Any]] = [
     {},
     {"causal": False},
@@ -54,6 +57,20 @@ def test_ring(check_exact: Callable, case: dict[str, Any]) -> None:
 )
 def test_other_strategies(check_exact: Callable, case: dict[str, Any]) -> None:
     check_exact(**case)
+
+
+def test_ring_whose_transfers_run_beside_the_computation(check_exact: Callable, monkeypatch: Any) -> None:
+    """As on accelerators: gradients of keys and values are added after the computation, not in place."""
+    monkeypatch.setattr(ring.Plan, "platform", "tpu")
+    check_exact(axes={"sp": 4, "dp": 2}, layout="zigzag", sinks=True, mask={"window": 11})
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 96, 6, 6, 8), (2, 32, 12, 4, 16)], ids=["many groups", "groups of several heads"]
+)
+def test_heads_taken_a_few_at_a_time(check_exact: Callable, monkeypatch: Any, shape: tuple[int, ...]) -> None:
+    monkeypatch.setattr(blockwise, "_SCORES", 16 * 12 * 6)
+    check_exact(shape=shape, query_block=16, key_block=12, axes={"sp": 2})
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
