@@ -25,7 +25,7 @@ class Running(NamedTuple):
     total: jax.Array
 
 
-def start(shape: tuple[int, int, int, int], dtype: jnp.dtype) -> Running:
+def start(shape: tuple[int, ...], dtype: jnp.dtype) -> Running:
     """out [B,S,H,D] = ``shape``, top and total [B,H,S], of rows that have seen nothing."""
     batch, length, heads, _ = shape
     rows = (batch, heads, length)
