@@ -71,7 +71,8 @@ def parameter_counts(config: ModelConfig, mesh_sizes: dict[str, int]) -> tuple[i
 def kept_bytes(resolved: ResolvedStage) -> int:
     """Bytes on one device that one layer keeps from the forward pass for the backward pass.
 
-    Its input (remat full), also attention's output and logsumexp (attention), or every intermediate (none).
+    Its input (remat full), also attention's output and logsumexp (attention), or every intermediate (none). What goes
+    to the host's memory is not counted.
     """
     stage, config = resolved.stage, resolved.model
     heads = config.num_heads * config.head_dim // resolved.mesh_sizes["tp"]
@@ -81,6 +82,8 @@ def kept_bytes(resolved: ResolvedStage) -> int:
         "full": width * config.hidden_size,
         "attention": width * (config.hidden_size + heads) + lse,
         "none": _layer_bytes_per_token(resolved),
+        "offload": 0,
+        "offload_attention": lse,
     }
     return resolved.tokens_per_device * per_token[stage.remat]
 

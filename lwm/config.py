@@ -172,6 +172,9 @@ class AttentionConfig(Section):
     )
     query_block: Positive | None = Field(default=None, description="queries per block of the kernel (default: chosen)")
     key_block: Positive | None = Field(default=None, description="keys per block of the kernel (default: chosen)")
+    head_parts: Positive = Field(
+        default=1, description="parts of the heads that are worked through in turn, for less memory"
+    )
     transit_dtype: Literal["bfloat16", "float16", "int8"] | None = Field(
         default=None, description="dtype of keys and values between devices (default: as computed)"
     )
@@ -240,8 +243,10 @@ class StageConfig(Section):
     needles: NeedlesConfig | None = Field(
         default=None, description="needles to look for at the end of the stage; null: none"
     )
-    remat: Literal["full", "attention", "none"] = Field(
-        default="full", description="what the backward pass recomputes: everything, everything but attention, nothing"
+    remat: Literal["full", "attention", "none", "offload", "offload_attention"] = Field(
+        default="full",
+        description="what the backward pass recomputes: everything, everything but attention, nothing; offload,"
+        " offload_attention: as full and attention, with what is kept in the host's memory",
     )
     compute_dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", description="dtype of activations")
     mlp_chunk: Positive | None = Field(
@@ -371,7 +376,15 @@ def _check_heads_split(model: ModelConfig, stage: StageConfig, prefix: str) -> N
                 f"stage {stage.name}: model.{name} {heads} is not a multiple of mesh axis tp {tp};"
                 f" use a divisor of {heads}",
             )
-    if model.num_heads % (tp * ulysses):
+    parts = stage.attention.head_parts
+    if model.num_kv_heads % (tp * parts):
+        raise rule_error(
+            f"{prefix}attention.head_parts",
+            f"stage {stage.name}: model.num_kv_heads {model.num_kv_heads} is not a multiple of tp * head_parts ="
+            f" {tp * parts}; use fewer head_parts",
+        )
+    # A plain ring only rotates over the axis; heads are not exchanged.
+    if stage.attention.strategy != "ring" and model.num_heads % (tp * ulysses):
         raise rule_error(
             f"{prefix}mesh.ulysses",
             f"stage {stage.name}: model.num_heads {model.num_heads} is not a multiple of tp * ulysses = {tp * ulysses};"

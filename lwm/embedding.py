@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from lwm.collectives import all_gather, on_each_device, own_part, psum, psum_scatter
-from lwm.sharding import WEIGHT_AXES, AnyMesh, Axes, axis_names, mesh_sizes
+from lwm.sharding import AnyMesh, Axes, axis_names, copy_axes, mesh_sizes, storage_axes
 
 TABLE_AXES: Axes = (None, "lookup_embed")
 
@@ -27,7 +27,7 @@ def lookup(dtype: str, mesh: AnyMesh | None, token_axes: Axes, tables: _Tables, 
 
     def local(tables: _Tables, tokens_BS: jax.Array) -> jax.Array:
         table_VE = jnp.concatenate([each.astype(dtype) for each in tables])
-        table_VE = all_gather(table_VE, axis_names(WEIGHT_AXES, sizes), 1)
+        table_VE = all_gather(table_VE, storage_axes(sizes), 1)
         return all_gather(jnp.take(table_VE, tokens_BS, axis=0, mode="clip"), axis_names(("tp",), sizes), 2)
 
     axes_in = (tuple(TABLE_AXES for _ in tables), token_axes)
@@ -46,7 +46,7 @@ def _lookup_backward(
     assert token_axes == ("batch", "sequence"), "gradients are summed over the devices that the tokens are split over"
     tables, tokens_BS = saved
     sizes = mesh_sizes(mesh)
-    tp, shared, dp = (axis_names(axes, sizes) for axes in (("tp",), WEIGHT_AXES, ("dp",)))
+    tp, shared, dp = axis_names(("tp",), sizes), storage_axes(sizes), copy_axes(sizes)
     lengths = [each.shape[0] for each in tables]
 
     def local(dx_BSE: jax.Array, tokens_BS: jax.Array) -> _Tables:

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from lwm.collectives import AxisNames, all_gather, on_each_device, psum, psum_scatter
-from lwm.sharding import WEIGHT_AXES, AnyMesh, Axes, axis_names, constrain, mesh_sizes
+from lwm.sharding import AnyMesh, Axes, axis_names, constrain, copy_axes, mesh_sizes, storage_axes
 
 GATE_AXES: Axes = ("embed", "mlp")
 DOWN_AXES: Axes = ("mlp", "embed")
@@ -176,7 +176,7 @@ _blockwise.defvjp(_blockwise_forward, _blockwise_backward)
 
 def _axes(mesh: AnyMesh | None) -> tuple[AxisNames, AxisNames, AxisNames]:
     sizes = mesh_sizes(mesh)
-    return axis_names(("tp",), sizes), axis_names(WEIGHT_AXES, sizes), axis_names(("dp",), sizes)
+    return axis_names(("tp",), sizes), storage_axes(sizes), copy_axes(sizes)
 
 
 def _gather(weights: Sequence[jax.Array], dtype: DTypeLike, shared: AxisNames) -> list[jax.Array]:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 import ring
@@ -19,6 +20,8 @@ from lwm import embedding, rope, sharding
 from lwm.config import ModelConfig
 from lwm.feedforward import GATHERED, feed_forward, project
 from lwm.sharding import AnyMesh, Axes, Params, constrain
+
+LAYER_INPUT = "layer_input"
 
 Rotation = tuple[jax.Array, jax.Array]
 # attend(q_BSHD, k_BSGD, v_BSGD) -> (out_BSHD, state): queries and keys are rotated; `state` is what the caller wants
@@ -32,15 +35,17 @@ class Compute:
 
     `plan` carries the mesh and the attention strategy (None: one device). `dtype` is the dtype of activations and of
     weights in products. `remat`: "full" keeps only the input of each layer for the backward pass, "attention" also the
-    attention's result, "none" all activations; gathered weights are never kept. `mlp_chunk`: tokens of a device in the
-    feed-forward at once (None: all). `token_axes` are the logical axes of [B, S]: decoding sets (None, None) or
-    ("batch", None).
+    attention's result, "none" all activations; gathered weights are never kept. "offload" and "offload_attention" keep
+    what "full" and "attention" do in the host's memory. `mlp_chunk`: tokens of a device in the feed-forward at once
+    (None: all). `head_parts`: parts of the heads that attention works through one after the other. `token_axes` are
+    the logical axes of [B, S]: decoding sets (None, None) or ("batch", None).
     """
 
     plan: ring.Plan | None = None
     dtype: str = "float32"
     remat: str = "none"
     mlp_chunk: int | None = None
+    head_parts: int = 1
     token_axes: Axes = ("batch", "sequence")
 
     @property
@@ -195,8 +200,8 @@ def hidden(
     rotation_BSF = rotation(config, positions_BS)
     plan = ring.Plan() if compute.plan is None else compute.plan
 
-    def attend(q_BSHD: jax.Array, k_BSGD: jax.Array, v_BSGD: jax.Array) -> tuple[jax.Array, None]:
-        out_BSHD = ring.attention(
+    def attention(q_BSHD: jax.Array, k_BSGD: jax.Array, v_BSGD: jax.Array) -> jax.Array:
+        return ring.attention(
             q_BSHD,
             k_BSGD,
             v_BSGD,
@@ -205,21 +210,60 @@ def hidden(
             mask=ring.Mask(causal=True),
             plan=plan,
         )
-        return out_BSHD, None
+
+    def attend(q_BSHD: jax.Array, k_BSGD: jax.Array, v_BSGD: jax.Array) -> tuple[jax.Array, None]:
+        return _by_heads(attention, compute, q_BSHD, k_BSGD, v_BSGD), None
 
     def layer(x_BSE: jax.Array, weights: Params) -> tuple[jax.Array, None]:
+        x_BSE = checkpoint_name(x_BSE, LAYER_INPUT)
         return block(config, weights, x_BSE, rotation_BSF, attend, compute)
 
     x_BSE, _ = jax.lax.scan(_remat(layer, compute.remat), embed(config, params, tokens_BS, compute), params["layers"])
     return final_norm(config, params, x_BSE)
 
 
+def _by_heads(
+    attention: Callable[..., jax.Array], compute: Compute, q_BSHD: jax.Array, k_BSGD: jax.Array, v_BSGD: jax.Array
+) -> jax.Array:
+    """`attention` over parts of the heads in turn: its float32 accumulators then take the memory of one part."""
+    parts, tp = compute.head_parts, sharding.mesh_sizes(compute.mesh).get("tp", 1)
+    if parts == 1:
+        return attention(q_BSHD, k_BSGD, v_BSGD)
+    axes: Axes = (None, *compute.token_axes, "heads", None)
+
+    def split(x_BSHD: jax.Array) -> jax.Array:
+        # Every part takes heads of every tensor-parallel device.
+        batch, length, heads, dim = x_BSHD.shape
+        x = x_BSHD.reshape(batch, length, tp, parts, heads // (tp * parts), dim)
+        return constrain(jnp.moveaxis(x, 3, 0).reshape(parts, batch, length, heads // parts, dim), axes, compute.mesh)
+
+    def one(_: None, part: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
+        return None, attention(*part)
+
+    _, out = jax.lax.scan(one, None, tuple(split(x) for x in (q_BSHD, k_BSGD, v_BSGD)))
+    batch, length, heads, dim = q_BSHD.shape
+    out = constrain(out, axes, compute.mesh).reshape(parts, batch, length, tp, heads // (tp * parts), dim)
+    return jnp.moveaxis(out, 0, 3).reshape(batch, length, heads, dim)
+
+
 def _remat(layer: Callable[..., Any], remat: str) -> Callable[..., Any]:
     policies = jax.checkpoint_policies
+
+    def offload(*names: str, keep: tuple[str, ...] = ()) -> Callable[..., Any]:
+        return policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=keep,
+            names_which_can_be_offloaded=names,
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+
     saved = {
         "full": policies.nothing_saveable,
         "attention": policies.save_only_these_names("ring_out", "ring_lse"),
         "none": _is_activation,
+        "offload": offload(LAYER_INPUT),
+        # The logsumexp is a hundredth of the output: not worth its transfers.
+        "offload_attention": offload(LAYER_INPUT, "ring_out", keep=("ring_lse",)),
     }
     # Inside a scan nothing can be merged across the two passes, so the barriers against it would only cost time.
     return jax.checkpoint(layer, policy=saved[remat], prevent_cse=False)

@@ -20,7 +20,17 @@ import numpy as np
 from lwm import model
 from lwm.collectives import all_gather, on_each_device, pmax, psum, psum_scatter
 from lwm.config import ModelConfig
-from lwm.sharding import BATCH_AXES, SEQUENCE_AXES, WEIGHT_AXES, AnyMesh, Axes, Params, axis_names, mesh_sizes
+from lwm.sharding import (
+    BATCH_AXES,
+    SEQUENCE_AXES,
+    AnyMesh,
+    Axes,
+    Params,
+    axis_names,
+    copy_axes,
+    mesh_sizes,
+    storage_axes,
+)
 
 _HEAD: Axes = ("embed", "vocab")
 _TOKENS: Axes = ("batch", "sequence")
@@ -115,7 +125,7 @@ def _walk(
 ) -> tuple[Tally, jax.Array, tuple[jax.Array, ...]]:
     """Tally, and (without `with_gradients`: zeros) the gradients of the loss in x (x's dtype) and heads (float32)."""
     sizes = mesh_sizes(mesh)
-    tp, shared, dp = (axis_names(axes, sizes) for axes in (("tp",), WEIGHT_AXES, ("dp",)))
+    tp, shared, dp = axis_names(("tp",), sizes), storage_axes(sizes), copy_axes(sizes)
     everyone = axis_names((*BATCH_AXES, *SEQUENCE_AXES), sizes)
     first_ids = [sum(head.shape[1] for head in heads[:i]) for i in range(len(heads))]
 

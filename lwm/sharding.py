@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lwm.config import MeshConfig, ModelConfig, resolve_mesh
@@ -107,12 +108,26 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     """The mesh of a stage over `devices` (all of them by default); ValueError where the sizes do not fit them."""
     devices = list(jax.devices() if devices is None else devices)
     sizes = resolve_mesh(config, len(devices))
-    return jax.make_mesh(
-        tuple(sizes[name] for name in MESH_AXIS_NAMES),
-        MESH_AXIS_NAMES,
-        axis_types=(AxisType.Auto,) * len(MESH_AXIS_NAMES),
-        devices=devices,
+    shape = tuple(sizes[name] for name in MESH_AXIS_NAMES)
+    # An axis may be wider than the slice's own dimensions, as tp=16 is on 4x8x8 chips.
+    placed = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return Mesh(placed, MESH_AXIS_NAMES, axis_types=(AxisType.Auto,) * len(MESH_AXIS_NAMES))
+
+
+def storage_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The mesh axes that weights are split over. Along a sequence axis whose size is no power of two (the 3 of a ring
+    of 6144 devices) they are whole, because no model's width divides by it."""
+    return tuple(
+        axis
+        for axis in axis_names(WEIGHT_AXES, sizes)
+        if axis not in SEQUENCE_AXES or sizes[axis] & (sizes[axis] - 1) == 0
     )
+
+
+def copy_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The mesh axes along which weights are whole while tokens are not: gradients are summed over them."""
+    stored = storage_axes(sizes)
+    return tuple(axis for axis in axis_names(("dp", *WEIGHT_AXES), sizes) if axis not in stored)
 
 
 def axis_names(axes: Sequence[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
@@ -131,6 +146,8 @@ def spec_for(
     used: set[str] = set()
     for dim, axis in enumerate(axes):
         names = axis_names(MESH_AXES[axis], sizes) if axis is not None else ()
+        if axis in ("embed", "lookup_embed"):
+            names = tuple(name for name in names if name == "tp" or name in storage_axes(sizes))
         assert used.isdisjoint(names), f"{name}: mesh axis used twice in {axes}"
         used.update(names)
         parts = math.prod(sizes[each] for each in names)

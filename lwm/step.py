@@ -72,7 +72,13 @@ def compute_of(stage: StageConfig, mesh: AnyMesh | None) -> model.Compute:
         transit_dtype=attention.transit_dtype,
         backend=attention.backend,
     )
-    return model.Compute(plan=plan, dtype=stage.compute_dtype, remat=stage.remat, mlp_chunk=stage.mlp_chunk)
+    return model.Compute(
+        plan=plan,
+        dtype=stage.compute_dtype,
+        remat=stage.remat,
+        mlp_chunk=stage.mlp_chunk,
+        head_parts=attention.head_parts,
+    )
 
 
 def fresh_state(config: ModelConfig, stage: StageConfig, params: Params, opt_state: Any = None) -> TrainState:

@@ -223,7 +223,6 @@ def test_overrides_by_index_and_by_name(tmp_path: Path) -> None:
             "stages.long.mesh={tp: 3}",
             "override 'stages.long.mesh={tp: 3}': stage long: model.num_heads 4 is not a multiple",
         ),
-        ("stages.long.mesh={ulysses: 8}", "stage long: model.num_heads 4 is not a multiple of tp * ulysses = 8"),
         ("stages.long.mesh={dp: -1}", "mesh axes dp and fsdp are both -1; only one can take what is left"),
         ("stages.long.mesh={dp: 0}", "mesh axis dp is 0; it must be at least 1, or -1"),
         ("stages.0.attention.layout=zigzg", "is 'zigzg'; it must be 'contiguous', 'striped' or 'zigzag'"),
@@ -232,6 +231,14 @@ def test_overrides_by_index_and_by_name(tmp_path: Path) -> None:
 )
 def test_a_wrong_override_is_refused_by_name(tmp_path: Path, override: str, message: str) -> None:
     assert message in refusal(tmp_path, BASE, override)
+
+
+def test_heads_are_exchanged_among_at_most_as_many_devices(tmp_path: Path) -> None:
+    """A plain ring exchanges none: there the axis is one more part of the ring."""
+    path = write(tmp_path, BASE)
+    load_config(path, ["stages.long.mesh={ulysses: 8}"])
+    with pytest.raises(ValueError, match=r"stage long: model.num_heads 4 is not a multiple of tp \* ulysses = 8"):
+        load_config(path, ["stages.long.mesh={ulysses: 8}", "stages.long.attention.strategy=usp"])
 
 
 def test_zigzag_needs_two_pieces_per_shard(tmp_path: Path) -> None:
@@ -290,18 +297,19 @@ def test_shipped_files_hash_round_trip_and_fit_their_devices(name: str) -> None:
 
 
 def test_the_papers_tables() -> None:
-    """Stage tables of arXiv 2402.08268: sequence, theta, steps, warm-up, tp, sp, and total tokens to 5%."""
-    rows = [
-        (s.seq_len, s.rope_theta, s.steps, s.optimizer.warmup_steps, s.mesh.tp, s.mesh.sp)
-        for s in load_config("lwm_text_7b").stages
-    ]
+    """Stage tables of arXiv 2402.08268: sequence, theta, steps, warm-up, and total tokens to 5%; every stage puts 2^14
+    tokens on a device."""
+    rows = [(s.seq_len, s.rope_theta, s.steps, s.optimizer.warmup_steps) for s in load_config("lwm_text_7b").stages]
     assert rows == [
-        (2**15, 1e6, 1200, 100, 4, 1),
-        (2**17, 1e7, 3000, 200, 8, 1),
-        (2**18, 1e7, 3000, 200, 16, 1),
-        (2**19, 2.5e7, 720, 50, 16, 2),
-        (2**20, 5e7, 450, 25, 16, 4),
+        (2**15, 1e6, 1200, 100),
+        (2**17, 1e7, 3000, 200),
+        (2**18, 1e7, 3000, 200),
+        (2**19, 2.5e7, 720, 50),
+        (2**20, 5e7, 450, 25),
     ]
+    for name, devices in (("lwm_text_7b", 256), ("lwm_7b", 512)):
+        run = load_config(name)
+        assert {resolve_stage(run, stage, devices).tokens_per_device for stage in run.stages} == {2**14}
     for stage, billions in zip(load_config("lwm_text_7b").stages, (4.8, 12, 12, 3, 1.8), strict=True):
         assert stage.steps * stage.tokens_per_step == pytest.approx(billions * 1e9, rel=0.05)
         assert (stage.optimizer.peak_lr, stage.optimizer.schedule, stage.optimizer.b2) == (4e-5, "constant", 0.95)
@@ -314,14 +322,13 @@ def test_the_papers_tables() -> None:
 
     vision = load_config("lwm_7b").stages
     assert [
-        (s.seq_len, s.steps, s.optimizer.peak_lr, s.optimizer.min_lr, s.optimizer.warmup_steps, s.mesh.tp, s.mesh.sp)
-        for s in vision
+        (s.seq_len, s.steps, s.optimizer.peak_lr, s.optimizer.min_lr, s.optimizer.warmup_steps) for s in vision
     ] == [
-        (2**10, 45000, 6e-4, 6e-5, 1000, 1, 1),
-        (2**13, 14000, 6e-4, 6e-5, 500, 1, 1),
-        (2**15, 1200, 8e-5, 8e-5, 100, 4, 1),
-        (2**17, 450, 8e-5, 8e-5, 50, 8, 1),
-        (2**20, 50, 8e-5, 8e-5, 5, 16, 4),
+        (2**10, 45000, 6e-4, 6e-5, 1000),
+        (2**13, 14000, 6e-4, 6e-5, 500),
+        (2**15, 1200, 8e-5, 8e-5, 100),
+        (2**17, 450, 8e-5, 8e-5, 50),
+        (2**20, 50, 8e-5, 8e-5, 5),
     ]
     for stage, billions in zip(vision, (363, 107, 10, 3.5, 0.4), strict=True):
         assert stage.steps * stage.tokens_per_step == pytest.approx(billions * 1e9, rel=0.1)

@@ -81,6 +81,11 @@ def test_specs() -> None:
     assert spec_for((None, "lookup_embed"), sizes) == PartitionSpec(None, ("tp", "fsdp", "sp"))
     assert spec_for(("batch", "sequence"), sizes) == PartitionSpec(("dp", "fsdp"), "sp")
     assert spec_for(("batch", "sequence"), {}) == PartitionSpec(None, None)
+    # No width divides by three: weights are whole along such a part of a ring, and their gradients are summed over it.
+    odd = {"dp": 2, "fsdp": 1, "sp": 4, "ulysses": 3, "tp": 1}
+    assert spec_for((None, "embed"), odd) == PartitionSpec(None, "sp")
+    assert spec_for(("batch", "sequence"), odd) == PartitionSpec("dp", ("sp", "ulysses"))
+    assert (sharding.storage_axes(odd), sharding.copy_axes(odd)) == (("sp",), ("dp", "ulysses"))
 
 
 @pytest.mark.parametrize(

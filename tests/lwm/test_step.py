@@ -99,14 +99,22 @@ def single() -> tuple[list[float], list[float], dict[str, np.ndarray]]:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "layout"),
-    [({"fsdp": 8}, "striped"), ({"fsdp": 2, "tp": 2, "sp": 2}, "zigzag"), ({"fsdp": 2, "sp": 4}, "striped")],
+    ("sizes", "layout", "changes"),
+    [
+        ({"fsdp": 8}, "striped", {}),
+        ({"fsdp": 2, "tp": 2, "sp": 2}, "zigzag", {"remat": "offload_attention"}),
+        ({"fsdp": 2, "sp": 4}, "striped", {"remat": "offload", "attention": {"head_parts": 2}}),
+    ],
 )
 def test_eight_devices_take_the_steps_of_one(
-    single: tuple[list[float], list[float], dict[str, np.ndarray]], sizes: dict[str, int], layout: str
+    single: tuple[list[float], list[float], dict[str, np.ndarray]],
+    sizes: dict[str, int],
+    layout: str,
+    changes: dict[str, Any],
 ) -> None:
-    """The demo's meshes and layouts: losses and gradients to 1e-5, the parameters as far as Adam's division allows."""
-    losses, norms, params = run(make_stage(sizes, layout), 8)
+    """Losses and gradients to 1e-5, the parameters as far as Adam's division allows; with layer inputs in the host's
+    memory and with heads in parts as well."""
+    losses, norms, params = run(make_stage(sizes, **{"attention": {"layout": layout}} | changes), 8)
     np.testing.assert_allclose(losses, single[0], rtol=1e-5)
     np.testing.assert_allclose(norms, single[1], rtol=1e-5)
     for name, leaf in single[2].items():
