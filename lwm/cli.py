@@ -21,6 +21,7 @@ from lwm.commands import ask, generate
 from lwm.data_commands import app as data_app
 from lwm.lifecycle import EXIT_BAD_INPUT, EXIT_INTERRUPTED, RunStopped
 from lwm.options import ConfigArgument, ConfigCommand, OverridesArgument
+from lwm.plan_command import keep_tpu_compiler_out, plan
 from lwm.tokenizer_commands import app as tokenizer_app
 from lwm.weight_commands import export_app, import_app
 
@@ -142,6 +143,7 @@ def demo(
     story.run(out)
 
 
+app.command(cls=ConfigCommand)(plan)
 app.command()(ask)
 app.command()(generate)
 
@@ -200,4 +202,5 @@ def run(arguments: Sequence[str], stderr: TextIO | None = None, program: typer.T
 
 def main() -> NoReturn:
     """Entry point of the program."""
+    keep_tpu_compiler_out()
     sys.exit(run(sys.argv[1:]))
