@@ -19,7 +19,6 @@ _POLYNOMIAL = (
     0.00015337576041929424, 0.0013399859890341759, 0.009618519805371761, 0.05550329014658928,
     0.24022646248340607, 0.6931471824645996, 1.0,
 )  # fmt: skip
-_ROUNDER = 1.5 * 2.0**23  # added to a float32, it leaves the nearest whole number in the lowest bits
 _NO_POWER = -127.0  # its exponent bits are all 0: the result is exactly 0
 
 
@@ -39,9 +38,9 @@ def _derivative(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[
 
 def _exp2_by_bits(x: jax.Array) -> jax.Array:
     x = jnp.maximum(x, _NO_POWER)
-    rounded = x + _ROUNDER
-    rest = x - (rounded - _ROUNDER)
-    power = (lax.bitcast_convert_type(rounded, jnp.int32) + 127) << 23
+    whole = lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
+    rest = x - whole
+    power = (whole.astype(jnp.int32) + 127) << 23
     result = jnp.full_like(rest, _POLYNOMIAL[0])
     for coefficient in _POLYNOMIAL[1:]:
         result = result * rest + coefficient
