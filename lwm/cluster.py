@@ -20,6 +20,8 @@ COORDINATOR, NUM_PROCESSES, PROCESS_ID = "JAX_COORDINATOR_ADDRESS", "LWM_NUM_PRO
 # What says that a scheduler started several tasks, and how many.
 _TASK_COUNTS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
+_CPU_THREADS = 128
+
 _rounds = 0
 
 
@@ -50,7 +52,9 @@ def connect(config: "ClusterConfig", environ: Mapping[str, str] = os.environ) ->
 
     # It would take SIGTERM away from `lifecycle.StopSignal`; here the processes agree in the train step instead.
     jax.config.update("jax_enable_preemption_service", False)
-    # Only of CPU clusters: see `trainer`, one program at a time.
+    # Of CPU clusters only. Collectives between processes hold a thread while they wait, and devices reach independent
+    # ones in any order: with as many threads as cores, the one that the others wait for may never get any.
+    os.environ.setdefault("NPROC", str(_CPU_THREADS))
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     known: dict[str, Any] = {}
     if environ.get(NUM_PROCESSES) or environ.get(PROCESS_ID):

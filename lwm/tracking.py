@@ -1,4 +1,4 @@
-"""Weights & Biases behind a queue: training hands over metrics and never waits, whatever the service does.
+"""Trackers. Weights & Biases is behind a queue: training hands over metrics and never waits, whatever the service does.
 
 Everything that touches the service (import, login, upload) happens in one background thread. Without a key, or when the
 service does not answer, the run is kept offline in the run directory, for `wandb sync` later.
@@ -16,6 +16,7 @@ from typing import Any, Protocol, TextIO
 from urllib.parse import urlparse
 
 from lwm.config import RunConfig, TelemetryConfig, fingerprint
+from lwm.provenance import git_revision
 from lwm.telemetry import Clock, Telemetry
 
 ID_FILE = "wandb_id"
@@ -111,6 +112,55 @@ class WandbTracker:
             self._say(f"wandb: {self.dropped} records were dropped because it fell behind; metrics.jsonl has them")
 
 
+class TensorBoardTracker:
+    """Writes TensorBoard files to `directory`; tensorboardX queues them and writes in a thread of its own.
+
+    Raises ValueError when tensorboardX is not installed.
+    """
+
+    def __init__(self, directory: Path, say: Callable[[str], None]) -> None:
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError:
+            raise ValueError(
+                "telemetry.tensorboard is true, but tensorboardX is not installed; pip install 'lwm[tensorboard]', or "
+                "set it to false"
+            ) from None
+        self._say, self._broken = say, False
+        self._writer = SummaryWriter(logdir=str(directory))
+
+    def _try(self, write: Callable[[], object]) -> None:
+        if self._broken:
+            return
+        try:
+            write()
+        except Exception as error:  # whatever a tracker raises, training goes on; the reason is said once
+            self._broken = True
+            self._say(f"tensorboard: stopped ({' '.join(str(error).split())}); metrics.jsonl goes on")
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Write the numbers among the metrics of a global step."""
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+        for name, value in numbers.items():
+            self._try(lambda name=name, value=value: self._writer.add_scalar(name, value, step))  # type: ignore[misc]
+
+    def image(self, name: str, path: Path, step: int, caption: str) -> None:
+        """Write a picture."""
+
+        def write() -> None:
+            import numpy as np
+            from PIL import Image
+
+            with Image.open(path) as picture:
+                self._writer.add_image(name, np.asarray(picture.convert("RGB")), step, dataformats="HWC")
+
+        self._try(write)
+
+    def close(self) -> None:
+        """Write what is waiting."""
+        self._try(self._writer.close)
+
+
 def run_id(run_dir: str | Path) -> str:
     """The run's id, made at the first start and kept in the run directory across restarts."""
     path = Path(run_dir) / ID_FILE
@@ -176,7 +226,7 @@ def _init_arguments(config: RunConfig, telemetry: TelemetryConfig, run_dir: Path
         "resume": "allow" if mode == "online" else None,
         "mode": mode,
         "dir": str(run_dir),
-        "config": {**config.model_dump(mode="json"), "fingerprint": fingerprint(config)},
+        "config": {**config.model_dump(mode="json"), "fingerprint": fingerprint(config), "git": git_revision()},
     }
 
 
@@ -206,4 +256,6 @@ def open_telemetry(
     telemetry = Telemetry(run_dir, log_every=config.telemetry.log_every, console=console, wall=wall, active=active)
     if active and config.telemetry.wandb != "off":
         telemetry.track(WandbTracker(wandb_start(config, run_dir, telemetry.say), telemetry.say))
+    if active and config.telemetry.tensorboard:
+        telemetry.track(TensorBoardTracker(run_dir / "tensorboard", telemetry.say))
     return telemetry

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import struct
 import subprocess
 import sys
 import threading
@@ -102,6 +103,7 @@ def test_the_first_last_and_every_nth_step_are_said_and_every_step_is_recorded(t
         "perf/tokens_per_second": 103_443 / 1.23,
         "data/wait_fraction": 0.025 / 1.23,
         "perf/mfu": 0.412,
+        "perf/eta_seconds": 1.23 * 9,
         "train/loss_text": 1.5,
     }
 
@@ -337,11 +339,36 @@ def test_key_is_found_in_environment_or_netrc(tmp_path: Path) -> None:
     assert not tracking.has_key({**home, "WANDB_BASE_URL": "https://wandb.example.org"})
 
 
+def wandb_records(path: Path) -> list[Any]:
+    """The records of one of W&B's transaction logs: protobuf messages in LevelDB's log format."""
+    from wandb.proto import wandb_internal_pb2
+
+    content, block = path.read_bytes(), 32768
+    assert content[:4] == b":W&B"
+    records, parts, at = [], b"", 7
+    while at < len(content):
+        if block - at % block < 7:
+            at += block - at % block  # what is left of a block is too small for a header
+            continue
+        _, size, kind = struct.unpack_from("<IHB", content, at)
+        parts += content[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            records.append(wandb_internal_pb2.Record.FromString(parts))
+            parts = b""
+    return records
+
+
 def test_the_real_thing_runs_offline_without_a_key(tmp_path: Path) -> None:
+    """Metrics, a picture, configuration and id are in W&B's own files; TensorBoard's are beside them."""
     program = (
-        "import sys; from lwm.config import load_config; from lwm.tracking import open_telemetry\n"
-        "with open_telemetry(load_config('tiny', ['output_dir=' + sys.argv[1]])) as voice:\n"
-        "    voice.log({'train/loss': 1.0}, step=1)\n"
+        "import sys; from pathlib import Path; from PIL import Image\n"
+        "from lwm.config import load_config; from lwm.tracking import open_telemetry\n"
+        "run = Path(sys.argv[1])\n"
+        "with open_telemetry(load_config('tiny', [f'output_dir={run}', 'telemetry.tensorboard=true'])) as voice:\n"
+        "    voice.log({'train/loss': 1.25}, step=1)\n"
+        "    Image.new('RGB', (7, 5), (200, 0, 0)).save(run / 'red.png')\n"
+        "    voice.image('eval/red', run / 'red.png', step=1, caption='all red')\n"
     )
     environ = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     environ |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none")}
@@ -352,7 +379,26 @@ def test_the_real_thing_runs_offline_without_a_key(tmp_path: Path) -> None:
     identity = (run_dir / "wandb_id").read_text().strip()
     assert f"wandb: run {identity} (offline" in done.stdout
     assert [path.name for path in (run_dir / "wandb").glob("offline-run-*/*.wandb")] == [f"run-{identity}.wandb"]
-    assert len(read_metrics(run_dir / "metrics.jsonl")) == 1
+    assert len(read_metrics(run_dir / "metrics.jsonl")) == 2
+    (log,) = (run_dir / "wandb").glob("offline-run-*/*.wandb")
+    records = wandb_records(log)
+    (run,) = [record.run for record in records if record.HasField("run")]
+    settings_there = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert (run.run_id, run.project, run.display_name) == (identity, "lwm-tiny", "tiny")
+    assert settings_there["model"]["hidden_size"] == 128
+    assert settings_there["fingerprint"]
+    history: dict[str, Any] = {}
+    for record in records:
+        for item in record.history.item:
+            name = item.key or "/".join(item.nested_key)
+            history.setdefault(name, json.loads(item.value_json))
+    assert history["train/loss"] == 1.25
+    assert history["step"] == 1
+    assert any(name.startswith("eval/red") for name in history)
+    assert [each.stat().st_size > 50 for each in log.parent.glob("files/media/images/eval/*.png")] == [True]
+    events = b"".join(path.read_bytes() for path in (run_dir / "tensorboard").iterdir())
+    assert b"train/loss" in events
+    assert b"eval/red" in events
 
 
 def test_off_means_off(tmp_path: Path) -> None:
