@@ -3,7 +3,7 @@
 Blocks that nobody sees are not visited. The pairs of blocks are classified on the device; every block of
 queries (of keys, in the backward pass) then has a list of the blocks it must visit, fully visible ones
 first, which need no comparing. Two nested loops walk over the lists: what belongs to the outer block is
-read once and stays in the inner loop's carry. Heads are taken a few at a time, so that scores stay in the cache.
+read once and stays in the inner loop's carry.
 Blockwise Parallel Transformers, arXiv:2305.19370; FlashAttention-2's backward, arXiv:2307.08691.
 
 Shapes: B batch, S sequence (T of the keys), H query heads, G key/value heads, R = H / G, D head dim, Q and K
@@ -29,7 +29,7 @@ from ring.mask import FULL, NONE, Keys, Queries, classify, visible
 from ring.softmax import Running
 
 _FEW_BLOCKS = 4
-_SCORES = 2**17  # scores at once: half a megabyte in float32
+_CACHED_SCORES = 2**17  # half a megabyte in float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Kernel:
     query_block: int
     key_block: int
     soft_cap: float | None = None
+    cached: bool = True  # few enough heads at a time for scores to stay in a core's cache; an accelerator takes all
 
 
 class Residual(NamedTuple):
@@ -207,9 +208,10 @@ class _Cutter:
 
     @classmethod
     def of(cls, kernel: Kernel, heads: int, groups: int) -> _Cutter:
-        """As many groups at once as have scores that stay in a core's cache."""
+        """All groups at once, or the most of them whose scores stay in a core's cache."""
         repeats, pair = heads // groups, kernel.query_block * kernel.key_block
-        at_once = max(n for n in range(1, groups + 1) if groups % n == 0 and (n == 1 or n * repeats * pair <= _SCORES))
+        most = max(1, _CACHED_SCORES // (repeats * pair)) if kernel.cached else groups
+        at_once = max(n for n in range(1, groups + 1) if groups % n == 0 and n <= most)
         return cls(at_once, groups // at_once, repeats, kernel.query_block, kernel.key_block)
 
     def split(self, step: jax.Array, num_outer: jax.Array) -> tuple[jax.Array, jax.Array | int]:

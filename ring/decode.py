@@ -195,7 +195,9 @@ def _chunk_local(
         fresh = tuple(lax.all_gather(jnp.stack(fresh), axes, axis=2, tiled=True))  # type: ignore[assignment]  # of two
     length, dim = q.shape[1], q.shape[3]
     slots = k.shape[1]
-    kernel = Kernel(scale, block_size(length, plan.query_block), block_size(slots, plan.key_block), soft_cap)
+    kernel = Kernel(
+        scale, block_size(length, plan.query_block), block_size(slots, plan.key_block), soft_cap, plan.platform == "cpu"
+    )
     query_length, key_length = (
         -(-n // block) * block for n, block in ((length, kernel.query_block), (slots, kernel.key_block))
     )

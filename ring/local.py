@@ -123,6 +123,7 @@ def _prepare(spec: Spec, length: int, meta: tuple[jax.Array | None, ...]) -> _Pr
         query_block=block_size(query_length, spec.query_block),
         key_block=block_size(key_length, spec.key_block),
         soft_cap=spec.soft_cap,
+        cached=spec.platform == "cpu",
     )
     return _Prepared(
         kernel,

@@ -69,7 +69,7 @@ def test_ring_whose_transfers_run_beside_the_computation(check_exact: Callable, 
     "shape", [(1, 96, 6, 6, 8), (2, 32, 12, 4, 16)], ids=["many groups", "groups of several heads"]
 )
 def test_heads_taken_a_few_at_a_time(check_exact: Callable, monkeypatch: Any, shape: tuple[int, ...]) -> None:
-    monkeypatch.setattr(blockwise, "_SCORES", 16 * 12 * 6)
+    monkeypatch.setattr(blockwise, "_CACHED_SCORES", 16 * 12 * 6)
     check_exact(shape=shape, query_block=16, key_block=12, axes={"sp": 2})
 
 
