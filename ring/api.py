@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from ring import cost, local
+from ring import cost, local, pallas_tpu
 from ring.local import Spec
 from ring.mask import CAUSAL, Mask
 from ring.plan import ONE_DEVICE, Plan
@@ -107,6 +107,8 @@ def _attention(
         key_block=plan.key_block,
         transit_dtype=plan.transit_dtype if plan.num_shards > 1 else None,
         platform=plan.platform,
+        backend=_backend(plan, q),
+        device_kind=plan.device_kind,
     )
     _check_route(spec, strategy, heads_here, groups_here)
     meta: Meta = (positions, segment_ids, last_visible)
@@ -218,6 +220,24 @@ def _choose(plan: Plan, q: jax.Array, heads: int, groups: int, inside: bool) -> 
     chip = plan.hardware()
     sizes = {"ring_size": plan.axis_size(plan.ring_axis), "ulysses_size": plan.axis_size(plan.ulysses_axis)}
     return cost.choose(shape, chip, cost.candidates(shape, chip, **sizes)).best.strategy
+
+
+def _backend(plan: Plan, q: jax.Array) -> str:
+    on_tpu = plan.platform == "tpu"
+    if plan.backend == "xla" or (plan.backend == "auto" and not on_tpu):
+        return "xla"
+    if plan.backend == "pallas_tpu" and not on_tpu:
+        raise ValueError(
+            f"Plan.backend is 'pallas_tpu' and the devices are {plan.device_kind}; "
+            f"use 'auto' or 'xla', or 'pallas_interpret' to test the kernel here"
+        )
+    try:
+        pallas_tpu.check(plan.query_block, plan.key_block, q.shape[3], q.dtype)
+    except ValueError:
+        if plan.backend == "auto":
+            return "xla"
+        raise
+    return "pallas_tpu" if plan.backend == "auto" else plan.backend
 
 
 def _check_arrays(

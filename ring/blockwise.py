@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,8 @@ class Kernel:
     key_block: int
     soft_cap: float | None = None
     cached: bool = True  # few enough heads at a time for scores to stay in a core's cache; an accelerator takes all
+    heads_first: ClassVar[bool] = False  # queries are [B,S,H,D]
+    unroll: ClassVar[int] = 1  # hops of the ring in one iteration of its loop
 
 
 class Residual(NamedTuple):
@@ -109,6 +111,18 @@ def forward(kernel: Kernel, running: Running, q: jax.Array, kv: jax.Array, query
         )
 
     return lax.fori_loop(0, work.num_outer * cut.num_steps, row, running)
+
+
+def start_dq(residual: Residual, groups: int, *, num_hops: int) -> jax.Array:
+    """What ``backward`` adds to: [B,G,D,R,S]."""
+    batch, length, heads, dim = residual.q.shape
+    return jnp.zeros((batch, groups, dim, heads // groups, length), residual.lse.dtype)
+
+
+def finish_dq(dq: jax.Array) -> jax.Array:
+    """[B,S,H,D] of what ``backward`` added to."""
+    batch, groups, dim, repeats, length = dq.shape
+    return dq.transpose(0, 4, 1, 3, 2).reshape(batch, length, groups * repeats, dim)
 
 
 def backward(

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ring import exchange, rotate, softmax, transit
+from ring import exchange, pallas_tpu, rotate, softmax, transit
 from ring.blockwise import Kernel, Residual, accumulation_dtype
 from ring.exponential import LOG2_E, exp2
 from ring.mask import Keys, Mask, Queries, pad_keys, pad_queries, queries
@@ -48,11 +48,13 @@ class Spec:
     key_block: int | None
     transit_dtype: str | None = None
     platform: str = "cpu"
+    device_kind: str = ""
+    backend: str = "xla"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Prepared:
-    kernel: Kernel
+    kernel: Kernel | pallas_tpu.Kernel
     query: Queries
     key: Keys
     query_length: int
@@ -63,13 +65,14 @@ def forward(
     spec: Spec, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, meta: tuple[jax.Array | None, ...]
 ) -> tuple[jax.Array, jax.Array]:
     """(out [B,S,H,D] in q's dtype, lse [B, H / exchange, S * exchange] float32)."""
-    ready = _prepare(spec, q.shape[1], meta)
+    ready = _prepare(spec, q.shape[3], meta)
     q_rows = _enter_queries(spec, ready, q)
     own = rotate.Shard(_enter_keys(spec, ready, k, v), jnp.stack(ready.key))
-    running = softmax.start(q_rows.shape, accumulation_dtype(q.dtype))
+    heads_first = ready.kernel.heads_first
+    running = softmax.start(q_rows.shape, accumulation_dtype(q.dtype), heads_first=heads_first)
     running = rotate.forward(ready.kernel, running, q_rows, own, ready.query, spec.route.ring, spec.route.ring_size)
     factor, lse = softmax.normalise(running.top, running.total, _rows_of_sinks(spec, sinks, running.top))
-    out = running.out * jnp.swapaxes(factor, 1, 2)[..., None]
+    out = running.out * (factor if heads_first else jnp.swapaxes(factor, 1, 2))[..., None]
     return _leave_queries(spec, ready, out.astype(q.dtype)), lse[:, :, : ready.query_length]
 
 
@@ -86,7 +89,7 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Cotangents of q, k, v and this device's share of the cotangent of ``sinks``, in their dtypes."""
     route, num_groups = spec.route, k.shape[2]
-    ready = _prepare(spec, q.shape[1], meta)
+    ready = _prepare(spec, q.shape[3], meta)
     own = rotate.Shard(_enter_keys(spec, ready, k, v), jnp.stack(ready.key))
     delta_BSH = jnp.sum(out.astype(lse.dtype) * dout.astype(lse.dtype), axis=-1)
     delta = jnp.swapaxes(exchange.split_heads(delta_BSH, route.exchange, heads=2, sequence=1), 1, 2)
@@ -95,8 +98,8 @@ def backward(
     residual = Residual(
         q_rows,
         _enter_queries(spec, ready, dout.astype(q.dtype)),
-        _pad(lse * LOG2_E, 2, q_rows.shape[1]),
-        _pad(delta, 2, q_rows.shape[1]),
+        _pad(lse * LOG2_E, 2, ready.query.segment.shape[1]),
+        _pad(delta, 2, ready.query.segment.shape[1]),
     )
     dsinks = _cotangent_of_sinks(spec, sinks, residual)
     # Transfers between the devices of one CPU do not run beside computation.
@@ -104,12 +107,10 @@ def backward(
         ready.kernel, residual, own, ready.query, route.ring, route.ring_size, in_place=spec.platform == "cpu"
     )
     dk, dv = _leave_keys(spec, ready, dkv, num_groups)
-    batch, length, heads, dim = q_rows.shape
-    dq = dq.transpose(0, 4, 1, 3, 2).reshape(batch, length, heads, dim)
     return _leave_queries(spec, ready, dq.astype(q.dtype)), dk.astype(k.dtype), dv.astype(v.dtype), dsinks
 
 
-def _prepare(spec: Spec, length: int, meta: tuple[jax.Array | None, ...]) -> _Prepared:
+def _prepare(spec: Spec, head_dim: int, meta: tuple[jax.Array | None, ...]) -> _Prepared:
     positions, segments, last = meta
     assert positions is not None
     assert segments is not None
@@ -118,13 +119,7 @@ def _prepare(spec: Spec, length: int, meta: tuple[jax.Array | None, ...]) -> _Pr
     shared = exchange.gather(group[:2], spec.route.gather, sequence=2)
     query = queries(spec.mask, group[0], group[1], None if last is None else group[2])
     query_length, key_length = group.shape[2], shared.shape[2]
-    kernel = Kernel(
-        scale=spec.scale,
-        query_block=block_size(query_length, spec.query_block),
-        key_block=block_size(key_length, spec.key_block),
-        soft_cap=spec.soft_cap,
-        cached=spec.platform == "cpu",
-    )
+    kernel = _kernel(spec, head_dim, query_length, key_length)
     return _Prepared(
         kernel,
         pad_queries(query, _round_up(query_length, kernel.query_block)),
@@ -132,6 +127,15 @@ def _prepare(spec: Spec, length: int, meta: tuple[jax.Array | None, ...]) -> _Pr
         query_length,
         key_length,
     )
+
+
+def _kernel(spec: Spec, head_dim: int, query_length: int, key_length: int) -> Kernel | pallas_tpu.Kernel:
+    if spec.backend == "xla":
+        query_block, key_block = block_size(query_length, spec.query_block), block_size(key_length, spec.key_block)
+        return Kernel(spec.scale, query_block, key_block, spec.soft_cap, cached=spec.platform == "cpu")
+    requested = (spec.query_block, spec.key_block)
+    blocks = pallas_tpu.choose_blocks(spec.device_kind, head_dim, query_length, key_length, *requested)
+    return pallas_tpu.Kernel(spec.scale, *blocks, spec.soft_cap, interpret=spec.backend == "pallas_interpret")
 
 
 def block_size(length: int, requested: int | None) -> int:
@@ -143,12 +147,14 @@ def block_size(length: int, requested: int | None) -> int:
 
 
 def _enter_queries(spec: Spec, ready: _Prepared, x_BSHD: jax.Array) -> jax.Array:
-    """[B,S,H,D] -> [B,S,H,D] of the heads this device attends with, in whole blocks of tokens."""
+    """[B,S,H,D] of the heads this device attends with, in whole blocks of tokens and the kernel's order of dims."""
     x = exchange.split_heads(x_BSHD, spec.route.exchange, heads=2, sequence=1)
-    return _pad(x, 1, ready.query.segment.shape[1])
+    x = _pad(x, 1, ready.query.segment.shape[1])
+    return jnp.swapaxes(x, 1, 2) if ready.kernel.heads_first else x
 
 
-def _leave_queries(spec: Spec, ready: _Prepared, x_BSHD: jax.Array) -> jax.Array:
+def _leave_queries(spec: Spec, ready: _Prepared, x: jax.Array) -> jax.Array:
+    x_BSHD = jnp.swapaxes(x, 1, 2) if ready.kernel.heads_first else x
     return exchange.join_heads(x_BSHD[:, : ready.query_length], spec.route.exchange, heads=2, sequence=1)
 
 

@@ -14,7 +14,7 @@ from ring.local import Route
 from ring.transit import TRANSIT_DTYPES
 
 STRATEGIES = ("ring", "ulysses", "all_gather", "usp", "auto")
-BACKENDS = ("auto", "xla")
+BACKENDS = ("auto", "xla", "pallas_tpu", "pallas_interpret")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,9 @@ class Plan:
     query_block, key_block: tokens per block of the local kernel; None chooses.
     transit_dtype: None sends keys and values in their own dtype; "int8" and "float8_e4m3fn" quantize them, with
         the error that ``ring.transit`` states. Where nothing travels (one shard) nothing is quantized.
-    backend: the local kernel; "auto" chooses.
+    backend: the local kernel. "xla" runs everywhere; "pallas_tpu" is ``ring.pallas_tpu``; "pallas_interpret" is the
+        same run by Pallas' interpreter on any device, slowly, for tests. "auto" takes "pallas_tpu" on TPUs for what
+        it can do, else "xla".
     chip: what strategy "auto" calculates with, a name of ``ring.cost.CHIPS``; None takes the mesh's own devices.
     batch_axes, head_axis, ring_axis, ulysses_axis: mesh axis names; one that the mesh lacks counts as size 1.
         The sequence is sharded over (ring_axis, ulysses_axis), ring_axis outermost.
@@ -101,17 +103,28 @@ class Plan:
         return PartitionSpec(*(None if dim is None else (self.axes(dim) or None) for dim in dims))
 
     @property
+    def device_kind(self) -> str:
+        """What jax calls the devices of the mesh, or else the default ones: "cpu", "TPU v5"."""
+        return self._device("device_kind")
+
+    @property
     def platform(self) -> str:
         """ "cpu", "gpu" or "tpu": that of the mesh's devices, or else of the default ones."""
-        return self.mesh.devices.flat[0].platform if isinstance(self.mesh, Mesh) else jax.default_backend()
+        return self._device("platform")
+
+    def _device(self, attribute: str) -> str:
+        mesh = jax.sharding.get_abstract_mesh() if self.mesh is None else self.mesh
+        if isinstance(mesh, Mesh):
+            return getattr(mesh.devices.flat[0], attribute)
+        # Inside a caller's shard_map for devices that are not there, only its mesh knows what they are.
+        return getattr(getattr(mesh, "abstract_device", None) or jax.devices()[0], attribute)
 
     def hardware(self) -> Chip:
         """The chip that strategy "auto" calculates with; ValueError if the devices are not in the table."""
         if self.chip is not None:
             return chip_of(self.chip)
-        devices = self.mesh.devices.flat if isinstance(self.mesh, Mesh) else jax.devices()
         try:
-            return chip_of(devices[0].device_kind)
+            return chip_of(self.device_kind)
         except ValueError as error:
             raise ValueError(f"strategy 'auto' needs Plan.chip here: {error}") from None
 

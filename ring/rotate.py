@@ -12,13 +12,14 @@ device grows with the number of devices.
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ring import blockwise, transit
+from ring import blockwise, pallas_tpu, transit
 from ring.blockwise import Kernel, Residual
 from ring.mask import Keys, Queries
 from ring.softmax import Running
@@ -46,12 +47,22 @@ def send_on(x: Tree, axes: tuple[str, ...], size: int) -> Tree:
 
 
 def forward(
-    kernel: Kernel, running: Running, q: jax.Array, own: Shard, query: Queries, axes: tuple[str, ...], size: int
+    kernel: Kernel | pallas_tpu.Kernel,
+    running: Running,
+    q: jax.Array,
+    own: Shard,
+    query: Queries,
+    axes: tuple[str, ...],
+    size: int,
 ) -> Running:
-    """Attention of q [B,S,H,D] to every device's keys and values; ``own`` is this device's shard of them."""
+    """Attention of q [B,S,H,D] to every device's keys and values; ``own`` is this device's shard of them.
+
+    Queries and what belongs to them are in the order of dims that ``kernel`` works in.
+    """
+    local = _local(kernel)
 
     def attend(running: Running, shard: Shard) -> Running:
-        return blockwise.forward(kernel, running, q, transit.decode(shard.kv, q.dtype), query, shard.key)
+        return local.forward(kernel, running, q, transit.decode(shard.kv, q.dtype), query, shard.key)
 
     def hop(_: jax.Array, carry: tuple[Shard, Running]) -> tuple[Shard, Running]:
         shard, running = carry
@@ -59,12 +70,12 @@ def forward(
         return arriving, attend(running, shard)
 
     if size > 1:
-        own, running = lax.fori_loop(0, size - 1, hop, (own, running))
+        own, running = lax.fori_loop(0, size - 1, hop, (own, running), unroll=kernel.unroll)
     return attend(running, own)
 
 
 def backward(
-    kernel: Kernel,
+    kernel: Kernel | pallas_tpu.Kernel,
     residual: Residual,
     own: Shard,
     query: Queries,
@@ -73,19 +84,18 @@ def backward(
     *,
     in_place: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """(dq [B,G,D,R,S], dkv [2,B,G,T,D]), both in the accumulation dtype.
+    """(dq [B,S,H,D] in the kernel's order of dims, dkv [2,B,G,T,D]); sums over hops are in the accumulation dtype.
 
     The travelling dkv is added after the computation, behind which its transfer can hide. Where nothing hides,
     the computation adds to it ``in_place`` instead, which saves the memory and the time of one more dkv.
     """
-    batch, length, heads, dim = residual.q.shape
-    groups = own.kv.values.shape[2]
-    dq = jnp.zeros((batch, groups, dim, heads // groups, length), residual.lse.dtype)
+    local = _local(kernel)
+    dq = local.start_dq(residual, own.kv.values.shape[2], num_hops=size)
     nothing = jnp.zeros(own.kv.values.shape, dq.dtype)
 
     def attend(dq: jax.Array, dkv: jax.Array, shard: Shard) -> tuple[jax.Array, jax.Array]:
         kv = transit.decode(shard.kv, residual.q.dtype)
-        return blockwise.backward(kernel, dq, dkv, residual, kv, query, shard.key)
+        return local.backward(kernel, dq, dkv, residual, kv, query, shard.key)
 
     def add(dq: jax.Array, following: jax.Array, shard: Shard) -> tuple[jax.Array, jax.Array]:
         if in_place:
@@ -94,7 +104,8 @@ def backward(
         return dq, following + added
 
     if size == 1:
-        return attend(dq, nothing, own)
+        dq, dkv = attend(dq, nothing, own)
+        return local.finish_dq(dq), dkv
 
     arriving = send_on(own, axes, size)
     dq, dkv = attend(dq, nothing, own)
@@ -104,6 +115,10 @@ def backward(
         arriving, following = send_on((shard, dkv), axes, size)
         return arriving, *add(dq, following, shard)
 
-    shard, dq, dkv = lax.fori_loop(1, size - 1, hop, (arriving, dq, dkv))
+    shard, dq, dkv = lax.fori_loop(1, size - 1, hop, (arriving, dq, dkv), unroll=kernel.unroll)
     dq, dkv = add(dq, send_on(dkv, axes, size), shard)
-    return dq, send_on(dkv, axes, size)
+    return local.finish_dq(dq), send_on(dkv, axes, size)
+
+
+def _local(kernel: Kernel | pallas_tpu.Kernel) -> ModuleType:
+    return pallas_tpu if isinstance(kernel, pallas_tpu.Kernel) else blockwise

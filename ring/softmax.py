@@ -25,10 +25,9 @@ class Running(NamedTuple):
     total: jax.Array
 
 
-def start(shape: tuple[int, ...], dtype: jnp.dtype) -> Running:
-    """out [B,S,H,D] = ``shape``, top and total [B,H,S], of rows that have seen nothing."""
-    batch, length, heads, _ = shape
-    rows = (batch, heads, length)
+def start(shape: tuple[int, ...], dtype: jnp.dtype, *, heads_first: bool = False) -> Running:
+    """out [B,S,H,D], or [B,H,S,D], = ``shape``, top and total [B,H,S], of rows that have seen nothing."""
+    rows = shape[:3] if heads_first else (shape[0], shape[2], shape[1])
     return Running(jnp.zeros(shape, dtype), jnp.full(rows, LOWEST, dtype), jnp.zeros(rows, dtype))
 
 
