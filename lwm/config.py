@@ -178,7 +178,9 @@ class AttentionConfig(Section):
     transit_dtype: Literal["bfloat16", "float16", "int8"] | None = Field(
         default=None, description="dtype of keys and values between devices (default: as computed)"
     )
-    backend: Literal["auto", "xla", "pallas_tpu", "pallas_gpu"] = Field(default="auto", description="the local kernel")
+    backend: Literal["auto", "xla", "pallas_tpu"] = Field(
+        default="auto", description="the local kernel; auto: pallas_tpu on TPUs, xla elsewhere"
+    )
 
 
 class OptimizerConfig(Section):
