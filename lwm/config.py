@@ -231,6 +231,14 @@ class StageConfig(Section):
         default="masked",
         description="masked: rows of examples that do not see each other; concat: one stream; pad: one a row",
     )
+    least_fill: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0,
+        description="where whole examples fill less than this share of a row, some are cut to fill more; 0: only those "
+        "longer than a row are",
+    )
+    pack_together: bool = Field(
+        default=True, description="rows may hold examples of several corpora; false: each row those of one"
+    )
     weighting: Literal["example", "token"] = Field(
         default="example", description="example: examples and modalities count alike, as if padded; token: each token"
     )

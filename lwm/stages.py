@@ -130,7 +130,16 @@ def data_settings(config: RunConfig, run: PreparedStage) -> dict[str, Any]:
         "corpora": {name: Corpus.open(directories[name]).fingerprint[:12] for name in stage.shares},
         **{
             name: getattr(stage, name)
-            for name in ("shares", "share_unit", "seq_len", "batch_rows", "packing", "weighting")
+            for name in (
+                "shares",
+                "share_unit",
+                "seq_len",
+                "batch_rows",
+                "packing",
+                "pack_together",
+                "least_fill",
+                "weighting",
+            )
         },
     }
 
@@ -159,6 +168,8 @@ def make_loader(
         packing=stage.packing,
         weighting=stage.weighting,
         share_unit=stage.share_unit,
+        join=stage.pack_together,
+        least_fill=stage.least_fill,
         rows=rows,
         columns=columns,
     )
