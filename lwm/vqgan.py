@@ -9,8 +9,9 @@ Shape suffixes: B batch, T frames, H height, W width, C channels; h, w the code 
 """
 
 import math
-from collections.abc import Iterator
-from functools import partial
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lwm.config import VQGANConfig
 from lwm.weights import lwm_vqgan
@@ -28,6 +30,8 @@ Params = dict[str, Any]
 # Codes are data written to disk: every backend must agree on them, so no reduced-precision products.
 PRECISION = lax.Precision.HIGHEST
 NORM_EPSILON = 1e-6
+# Batches that are computed while the one before them is fetched.
+_UNDER_WAY = 3
 
 
 class Weight(NamedTuple):
@@ -270,24 +274,84 @@ def batches(array: np.ndarray, batch: int) -> Iterator[np.ndarray]:
         yield np.concatenate([rows, np.repeat(rows[:1], batch - len(rows), axis=0)])
 
 
-def encode_frames(config: VQGANConfig, params: Params, pixels: np.ndarray, *, batch: int = 32) -> np.ndarray:
+@cache
+def _on_all(
+    function: Callable[[VQGANConfig, Params, jax.Array], jax.Array],
+    config: VQGANConfig,
+    devices: tuple[jax.Device, ...],
+) -> tuple[Callable[[Params, jax.Array], jax.Array], NamedSharding, NamedSharding]:
+    """`function` with every device's own rows, and where parameters and rows go.
+
+    Each device runs the program that a single one would run, so that codes do not depend on how many there are.
+    """
+    mesh = Mesh(np.array(devices), ("frames",))
+    specs = (PartitionSpec(), PartitionSpec("frames"))
+    mapped = jax.shard_map(
+        partial(function, config), mesh=mesh, in_specs=specs, out_specs=PartitionSpec("frames"), check_vma=False
+    )
+    return jax.jit(mapped), NamedSharding(mesh, specs[0]), NamedSharding(mesh, specs[1])
+
+
+def _in_batches(
+    function: Callable[[VQGANConfig, Params, jax.Array], jax.Array],
+    config: VQGANConfig,
+    params: Params,
+    rows: np.ndarray,
+    batch: int,
+    devices: Sequence[jax.Device] | None,
+) -> np.ndarray:
+    """`function` of all rows, `batch` a device at a time, the next ones under way before the first are fetched."""
+    if devices is None:
+        # Simulated devices share one processor: several of them would only take turns.
+        local = jax.local_devices()
+        devices = local[:1] if local[0].platform == "cpu" else local
+    used = min(len(devices), -(-len(rows) // batch))
+    if used <= 1 and devices[0] == jax.local_devices()[0]:
+        run: Callable[[jax.Array], jax.Array] = partial(function, config, params)
+    else:
+        program, everywhere, by_row = _on_all(function, config, tuple(devices[:used]))
+        placed = jax.device_put(params, everywhere)
+        run = lambda part: program(placed, jax.device_put(part, by_row))
+    done: list[np.ndarray] = []
+    waiting: deque[jax.Array] = deque()
+    for part in batches(rows, batch * used):
+        waiting.append(run(part))  # type: ignore[arg-type]  # numpy arrays are placed by jit
+        if len(waiting) > _UNDER_WAY:
+            done.append(np.asarray(waiting.popleft()))
+    return np.concatenate([*done, *map(np.asarray, waiting)])[: len(rows)]
+
+
+def encode_frames(
+    config: VQGANConfig,
+    params: Params,
+    pixels: np.ndarray,
+    *,
+    batch: int = 32,
+    devices: Sequence[jax.Device] | None = None,
+) -> np.ndarray:
     """Frames uint8 [T,H,W,3] -> codes int32 [T, h*w], row by row from the top left.
 
-    A frame's codes depend on that frame and `batch` alone, wherever it stands among the others.
+    `batch` frames at once on each of `devices` (default: all of this process's accelerators). A frame's codes depend on
+    that frame and `batch` alone, wherever it stands among the others and however many devices there are.
     """
     if pixels.dtype != np.uint8 or pixels.ndim != 4:
         raise ValueError(f"vqgan: frames are {pixels.dtype} of shape {pixels.shape}; expected uint8 [T, H, W, 3]")
     if not len(pixels):
         return np.zeros((0, config.codes_per_frame), np.int32)
-    # All batches are dispatched before the first is waited for.
-    codes = [_encode_bytes(config, params, rows) for rows in batches(pixels, batch)]
-    return np.concatenate([np.asarray(part).reshape(batch, -1) for part in codes])[: len(pixels)]
+    return _in_batches(_encode_bytes, config, params, pixels, batch, devices).reshape(len(pixels), -1)
 
 
-def decode_frames(config: VQGANConfig, params: Params, codes: np.ndarray, *, batch: int = 32) -> np.ndarray:
+def decode_frames(
+    config: VQGANConfig,
+    params: Params,
+    codes: np.ndarray,
+    *,
+    batch: int = 32,
+    devices: Sequence[jax.Device] | None = None,
+) -> np.ndarray:
     """Codes int [T, n] of square frames (or [T,h,w] of any) -> uint8 [T,H,W,3].
 
-    Raises ValueError where a code is not in the codebook or n is not a square.
+    `batch` and `devices` as in `encode_frames`. ValueError where a code is not in the codebook or n is not a square.
     """
     codes = np.asarray(codes)
     if codes.ndim == 2:
@@ -306,8 +370,7 @@ def decode_frames(config: VQGANConfig, params: Params, codes: np.ndarray, *, bat
             f"vqgan: code {low if low < 0 else high} is not in the codebook of {config.num_embeddings}; "
             f"codes run from 0 to {config.num_embeddings - 1}"
         )
-    frames = [_decode_bytes(config, params, rows) for rows in batches(codes.astype(np.int32), batch)]
-    return np.concatenate([np.asarray(part) for part in frames])[: len(codes)]
+    return _in_batches(_decode_bytes, config, params, codes.astype(np.int32), batch, devices)
 
 
 def import_lwm(pickle_file: str | PathLike[str], config_json: str | PathLike[str]) -> tuple[VQGANConfig, Params]:

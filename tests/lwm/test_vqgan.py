@@ -179,6 +179,18 @@ def test_frames_have_the_same_codes_in_any_company_with_one_compilation(params):
     assert vqgan.encode_frames(CONFIG, params, movie[:0], batch=4).shape == (0, 16)
 
 
+def test_any_number_of_devices_gives_the_same_codes_and_pixels(params):
+    movie = frames(13)
+    one = vqgan.encode_frames(CONFIG, params, movie, batch=2)
+    four = vqgan.encode_frames(CONFIG, params, movie, batch=2, devices=jax.devices()[:4])
+    np.testing.assert_array_equal(four, one)
+    drawn = vqgan.decode_frames(CONFIG, params, one, batch=2)
+    np.testing.assert_array_equal(vqgan.decode_frames(CONFIG, params, one, batch=2, devices=jax.devices()[1:4]), drawn)
+    np.testing.assert_array_equal(
+        vqgan.encode_frames(CONFIG, params, movie[:1], batch=2, devices=jax.devices()), one[:1]
+    )
+
+
 def test_decoded_frames_are_the_decoders_pixels_in_bytes(params):
     codes = np.random.default_rng(2).integers(0, 20, (5, 16))
     drawn = vqgan.decode_frames(CONFIG, params, codes, batch=4)
