@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,7 +154,13 @@ def partial_directory(directory: str | os.PathLike[str]) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
-def write_shard(directory: str | os.PathLike[str], job: Job, part: int, records: range, items: Items) -> int:
+def write_shard(
+    directory: str | os.PathLike[str],
+    job: Job,
+    part: int,
+    records: range,
+    items: Callable[[range], Iterable[tuple[int, Item]]],
+) -> int:
     """Writes part number `part` of a corpus, made of these records, unless it is there; returns its number of examples.
 
     For a cluster: `begin_shards` once, then shards in any order by any process, a shard again where its writer died,
@@ -164,17 +171,39 @@ def write_shard(directory: str | os.PathLike[str], job: Job, part: int, records:
     if done is not None:
         return int(done["examples"])
     tally = _Tally(job, None)
-    mine = itertools.takewhile(lambda pair: pair[0] < records.stop, items(records.start))
-    examples = [example for _, example in tally.good(mine)]
-    _write_part(partial, part, examples, records.stop, tally.losses(records.start, records.stop))
+    examples = [example for _, example in tally.good(items(records))]
+    # Two workers may be given the same shard: each writes its own, and the first to finish has it.
+    mine = partial / f".{part_name(part)}.{os.getpid()}.{uuid.uuid4().hex}"
+    _write_part(mine, examples, records, tally.losses(records))
+    try:
+        mine.rename(partial / part_name(part))
+    except OSError:
+        shutil.rmtree(mine)
+        if _read_json(partial / part_name(part) / _PART_DONE) is None:
+            raise
     return len(examples)
 
 
-def begin_shards(directory: str | os.PathLike[str], job: Job) -> None:
-    """Makes the directory that `write_shard` writes to; parts that are whole stay there if they are of the same job."""
-    partial = partial_directory(directory)
-    with _claim(partial):
-        _keep_whole_parts(partial, job, None)
+def begin_shards(
+    directory: str | os.PathLike[str], job: Job, shards: Sequence[range], overwrite: bool = False
+) -> Corpus | None:
+    """Makes the directory that `write_shard` writes to, and keeps what is there of the same shards of the same job.
+
+    Returns the finished corpus where there is one already. CorpusError as in `build_corpus`.
+    """
+    path = Path(directory).absolute()
+    finished = _finished(path, job.name, job.input_fingerprint, overwrite)
+    if finished is None:
+        partial = partial_directory(path)
+        with _claim(partial):
+            same = _read_json(partial / _JOB) == job.to_json()
+            kept = [_LOCK, _JOB] if same else [_LOCK]
+            for index, records in enumerate(shards if same else ()):
+                done = _read_json(partial / part_name(index) / _PART_DONE)
+                if done is not None and (done["first"], done["next"]) == (records.start, records.stop):
+                    kept.append(part_name(index))
+            _clear(partial, kept, job)
+    return finished
 
 
 def _finished(path: Path, name: str, input_fingerprint: str, overwrite: bool) -> Corpus | None:
@@ -221,23 +250,25 @@ def _numbered(examples: Iterable[Item]) -> Items:
     return lambda first: itertools.islice(enumerate(examples), first, None)
 
 
-def _keep_whole_parts(partial: Path, job: Job, tally: _Tally | None) -> None:
+def _keep_whole_parts(partial: Path, job: Job, tally: _Tally) -> None:
     """Counts in the parts that an earlier build of the same job finished, and removes everything else."""
     same = _read_json(partial / _JOB) == job.to_json()
     kept = [_LOCK, _JOB] if same else [_LOCK]
     for index in itertools.count():
         directory = partial / part_name(index)
         done = _read_json(directory / _PART_DONE) if same else None
-        if done is None or (tally is not None and not tally.take_part(directory, done)):
+        if done is None or done["first"] != tally.next_record or not tally.take_part(directory, done):
             break
         kept.append(directory.name)
-    if tally is None and same:
-        # Shards are finished in any order.
-        kept = [entry.name for entry in partial.iterdir() if entry.is_file() or (entry / _PART_DONE).exists()]
+    _clear(partial, kept, job)
+
+
+def _clear(partial: Path, kept: Sequence[str], job: Job) -> None:
+    """Leaves what is kept, and the name of the job."""
     for entry in partial.iterdir():
         if entry.name not in kept:
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-    if not same:
+    if _JOB not in kept:
         _write_json(partial / _JOB, job.to_json())
 
 
@@ -293,10 +324,10 @@ class _Tally:
         self.next_record = int(done["next"])
         return True
 
-    def losses(self, first: int, stop: int) -> dict[str, list[dict[str, str]]]:
-        """What records first .. stop - 1 lost."""
+    def losses(self, records: range) -> dict[str, list[dict[str, str]]]:
+        """What these records lost."""
         return {
-            name: [entry for number, entry in entries if first <= number < stop]
+            name: [entry for number, entry in entries if number in records]
             for name, entries in (("skipped", self.skipped), ("damaged", self.damaged))
         }
 
@@ -341,7 +372,8 @@ def _write_parts(partial: Path, items: Items, tally: _Tally) -> None:
             num_tokens += len(example)
             waiting = next(good, None)
         stop = record + 1 if waiting is None else waiting[0]
-        _write_part(partial, len(tally.parts), part, stop, tally.losses(first, stop))
+        records = range(first, stop)
+        _write_part(partial / part_name(len(tally.parts)), part, records, tally.losses(records))
         tally.parts.append(len(part))
         first = stop
 
@@ -376,16 +408,17 @@ def _first_part_with_skips(partial: Path, tally: _Tally) -> int:
 
 
 def _write_part(
-    partial: Path, index: int, examples: Sequence[TokenizedExample], next_record: int, losses: Mapping[str, Any]
+    directory: Path, examples: Sequence[TokenizedExample], records: range, losses: Mapping[str, Any]
 ) -> None:
-    directory = partial / part_name(index)
     directory.mkdir(parents=True, exist_ok=True)
     if examples:
         _write_data_set(directory, examples)
     for file in directory.rglob("*"):
         if file.is_file():
             _flush(file)
-    _write_json(directory / _PART_DONE, {"examples": len(examples), "next": next_record, **losses})
+    _write_json(
+        directory / _PART_DONE, {"examples": len(examples), "first": records.start, "next": records.stop, **losses}
+    )
 
 
 def _write_data_set(directory: Path, examples: Sequence[TokenizedExample]) -> None:

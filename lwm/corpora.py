@@ -1,18 +1,20 @@
 """Building the corpora that a configuration names: its tokenizers and vocabulary, one source, one directory."""
 
 import hashlib
+import itertools
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from data.book import CHUNK_TOKENS
-from data.build import PART_TOKENS, Job, build_corpus
+from data.build import PART_TOKENS, Item, Job, build_corpus
+from data.cluster_build import MakeItems, build_on_cluster
 from data.corpus import Corpus
-from data.examples import BadExample, TokenizedExample, check_fit
+from data.examples import check_fit
 from data.prepare import Encoder, Limits, Preparer, Worker, prepared
-from data.sources import Source
+from data.sources import Source, open_source
 from data.text import TextTokenizer
 from data.vocabulary import Vocabulary
 from lwm.config import ConfigError, RunConfig
@@ -97,7 +99,7 @@ def build_from_source(
             frames = f"{encoder.frames / seconds:.1f} frames/s, " if encoder.frames else ""
             progress(record + 1, f"{frames}{encoder.tokens / seconds:.0f} tokens/s")
 
-    def items(first: int) -> Iterator[tuple[int, TokenizedExample | BadExample]]:
+    def items(first: int) -> Iterator[tuple[int, Item]]:
         return encoder(prepared(source.records(first), first, worker, options.processes), report)
 
     return build_corpus(
@@ -108,6 +110,47 @@ def build_from_source(
         input_fingerprint=job.input_fingerprint,
         tokenizers=job.tokenizers,
         part_tokens=job.part_tokens,
+        overwrite=options.overwrite,
+        max_skipped_share=options.max_bad,
+    )
+
+
+@dataclass(frozen=True)
+class OpenItems:
+    """What a worker of a cluster makes of a source's records; everything is opened where it is called."""
+
+    config: RunConfig
+    name: str
+    source: Path
+    templates: tuple[str, ...]
+    columns: tuple[tuple[str, str], ...]
+    options: BuildOptions
+
+    def __call__(self) -> MakeItems:
+        source = open_source(self.source, templates=self.templates, columns=dict(self.columns))
+        vision = vision_tokenizer_of(self.config) if source.has_media else None
+        job, worker = plan_build(self.config, self.name, source, self.options, vision)
+        encoder = Encoder(job.vocabulary, None if vision is None else vision.encode)
+
+        def items(records: range) -> Iterator[tuple[int, Item]]:
+            mine = itertools.islice(source.records(records.start), len(records))
+            return encoder(prepared(mine, records.start, worker, self.options.processes))
+
+        return items
+
+
+def build_by_beam(opened: OpenItems, source: Source, shards: int, flags: Sequence[str]) -> Corpus:
+    """`build_from_source` as a Beam pipeline of so many shards; `flags` are Beam's (`data.cluster_build`)."""
+    config, options = opened.config, opened.options
+    vision = vision_tokenizer_of(config) if source.has_media else None
+    job, _ = plan_build(config, opened.name, source, options, vision)
+    return build_on_cluster(
+        corpus_directory(config, opened.name),
+        job,
+        opened,
+        num_records=source.total,
+        num_shards=shards,
+        options=flags,
         overwrite=options.overwrite,
         max_skipped_share=options.max_bad,
     )

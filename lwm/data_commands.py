@@ -75,19 +75,39 @@ def build(
     max_bad: Annotated[
         float, typer.Option(min=0, max=1, help="Share of files and rows that may be unusable; they are listed.")
     ] = 0.1,
+    beam: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FLAGS",
+            help="Build on a cluster with Apache Beam: its flags in one string, such as '--runner=FlinkRunner "
+            "--flink_master=host:8081'; '' runs it here. All workers must see SOURCE, tokenizers and the corpus.",
+        ),
+    ] = None,
+    shards: Annotated[int, typer.Option(min=1, help="With --beam, into how many shards the records are cut.")] = 256,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a corpus made from other input.")] = False,
 ) -> None:
     """Tokenize a source into one of CONFIG's corpora; the same command again goes on where it stopped."""
+    import dataclasses
+    import shlex
+
     from data.prepare import Limits
     from data.sources import open_source
     from lwm.config import load_config
-    from lwm.corpora import BuildOptions, build_from_source, corpus_directory, vision_tokenizer_of
+    from lwm.corpora import (
+        BuildOptions,
+        OpenItems,
+        build_by_beam,
+        build_from_source,
+        corpus_directory,
+        vision_tokenizer_of,
+    )
     from lwm.telemetry import Progress
 
     run = load_config(config, overrides or ())
     name = corpus or (run.corpora[0].name if len(run.corpora) == 1 else source.stem)
     corpus_directory(run, name)
-    opened = open_source(source, templates=template or (), columns=_columns(column or []))
+    templates, columns = tuple(template or ()), _columns(column or [])
+    opened = open_source(source, templates=templates, columns=columns)
     if opened.without_caption:
         print(f"{source}: {opened.without_caption} of {opened.total} files have no caption: learned without words")
     vision = vision_tokenizer_of(run) if opened.has_media else None
@@ -96,8 +116,13 @@ def build(
     options = BuildOptions(
         limits, chunk_tokens, _processes(processes, opened.total, opened.has_media), max_bad, overwrite
     )
-    with Progress(f"build {name}", opened.total, unit="records") as progress:
-        built = build_from_source(run, name, opened, options, vision=vision, progress=progress)
+    if beam is not None:
+        here = dataclasses.replace(options, processes=processes or 0)
+        work = OpenItems(run, name, source.absolute(), templates, tuple(columns.items()), here)
+        built = build_by_beam(work, opened, shards, shlex.split(beam))
+    else:
+        with Progress(f"build {name}", opened.total, unit="records") as progress:
+            built = build_from_source(run, name, opened, options, vision=vision, progress=progress)
     print(f"{built.directory}: {len(built)} examples, fingerprint {built.fingerprint}")
     for kind, what in (("skipped", "left out"), ("damaged", "made from damaged files")):
         for first in built.manifest.get(kind, [])[:1]:
