@@ -32,7 +32,8 @@ else:
     count, kept = len(frames.pixels), frames.pixels.nbytes
 seconds = time.perf_counter() - begin
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(json.dumps({"frames": count, "seconds": seconds, "above": (peak - before) / 1024 - kept / 2**20, "kept": kept / 2**20}))
+above = (peak - before) / 1024 - kept / 2**20
+print(json.dumps({"frames": count, "seconds": seconds, "above": above, "kept": kept / 2**20}))
 """
 
 

@@ -18,7 +18,8 @@ README = Path(__file__).parents[2] / "README.md"
 SMALLER = [
     "model.hidden_size=32", "model.intermediate_size=32", "model.num_layers=1", "model.num_heads=2",
     "vqgan.hidden_channels=4", "vqgan.channel_mult=[1,1]", "vqgan.resolution=16", "vqgan.num_embeddings=16",
-    "stages.s2048.seq_len=160", "stages.s2048.steps=2", "stages.s2048.remat=none", "stages.s2048.optimizer.warmup_steps=0",
+    "stages.s2048.seq_len=160", "stages.s2048.steps=2", "stages.s2048.remat=none",
+    "stages.s2048.optimizer.warmup_steps=0",
     "telemetry.wandb=off",
 ]  # fmt: skip
 
