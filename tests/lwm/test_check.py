@@ -124,8 +124,8 @@ def test_what_does_not_divide_is_refused_in_one_sentence() -> None:
 
 
 def test_what_attention_refuses_is_refused_here() -> None:
-    config = load_config("tiny", ["stages.s4096.attention.backend=pallas_gpu"])
-    with pytest.raises(ValueError, match="stage s4096: .*pallas_gpu"):
+    config = load_config("tiny", ["stages.s4096.attention.backend=pallas_tpu"])
+    with pytest.raises(ValueError, match="stage s4096: .*pallas_tpu"):
         check.check(config)
 
 
