@@ -29,7 +29,7 @@ from ring.mask import FULL, NONE, Keys, Queries, classify, visible
 from ring.softmax import Running
 
 _FEW_BLOCKS = 4
-_CACHED_SCORES = 2**17  # half a megabyte in float32
+_CACHED_SCORES = 2**16  # a quarter of a megabyte in float32
 
 
 @dataclasses.dataclass(frozen=True)
