@@ -30,6 +30,7 @@ from lwm.options import (
     RoundsOption,
     SeedOption,
     StepOption,
+    WandbOption,
 )
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def eval_needle_text(
     family_rounds: FamilyRoundsOption = 4,
     needles: NeedlesOption = 4,
     step: StepOption = "all",
+    wandb: WandbOption = None,
     endpoint: EndpointOption = None,
     endpoint_model: EndpointModelOption = "default",
     seed: SeedOption = 0,
@@ -116,7 +118,7 @@ def eval_needle_text(
         read = _either(text_families.reader(player.text), needle_text.reader(player.text))
         if "run" in steps:
             _run(out, player, cases, read, "Needles in text", first_k, seed, batch_size, batch_tokens)
-    _finish(out, steps, "Needles in text")
+    _finish(out, steps, "Needles in text", wandb)
 
 
 @app.command("needle-video")
@@ -144,6 +146,7 @@ def eval_needle_video(
     family_rounds: FamilyRoundsOption = 4,
     needles: NeedlesOption = 4,
     step: StepOption = "all",
+    wandb: WandbOption = None,
     seed: SeedOption = 0,
     first_k: FirstKOption = _SHORTEST,
     batch_size: BatchOption = 8,
@@ -200,7 +203,7 @@ def eval_needle_video(
         )
         if "run" in steps:
             _run(out, player, cases, read, "Needles in video", first_k, seed, batch_size, batch_tokens)
-    _finish(out, steps, "Needles in video")
+    _finish(out, steps, "Needles in video", wandb)
 
 
 @dataclass(frozen=True, eq=False)
@@ -339,11 +342,11 @@ def _run(
         print(player.run.sampler.usage)
 
 
-def _finish(out: Path, steps: set[str], title: str) -> None:
+def _finish(out: Path, steps: set[str], title: str, wandb: str | None) -> None:
     """Score the records of the model that was asked last, and draw."""
     import json
 
-    from eval import manifest, plots, runner, tables
+    from eval import manifest, plots, runner, tables, tracking
 
     if "score" in steps:
         _, cases = manifest.read(out / manifest.NAME)
@@ -359,8 +362,10 @@ def _finish(out: Path, steps: set[str], title: str) -> None:
             summary = json.loads((out / runner.SUMMARY_NAME).read_text())
         except OSError:
             raise ValueError(f"{out} has no {runner.SUMMARY_NAME}; score first, with --step score") from None
-        plots.heatmap(out / "heatmap", summary, title=title)
+        picture = plots.heatmap(out / "heatmap", summary, title=title)
         print(f"{out / runner.SUMMARY_NAME}, {out / 'heatmap.png'}")
+        if wandb is not None:
+            tracking.log(out, summary, picture, tracking.wandb_start(wandb, title, out, summary), print)
 
 
 def _tell(summary: dict[str, Any], title: str) -> None:

@@ -24,6 +24,10 @@ from lwm.sharding import AnyMesh, Params
 REPLICATED_BYTES = 2 << 30
 
 
+# What a loop over layers carries: activations, keys and values of all layers (changed in place), the layer's number.
+_Carry = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
+
 class Cache(NamedTuple):
     """Rotated keys and values [L, B, C, G, D] in the compute dtype, and the number of tokens of each row, int32 [B]."""
 
@@ -178,16 +182,16 @@ def extend(
     )
     rotation = model.rotation(config, positions_BT)
 
-    def layer(x_BTE: jax.Array, each: tuple[Params, jax.Array, jax.Array]) -> tuple[jax.Array, tuple]:
-        weights, keys_BCGD, values_BCGD = each
+    def layer(carry: _Carry, weights: Params) -> tuple[_Carry, None]:
+        x_BTE, keys_LBCGD, values_LBCGD, index = carry
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-            keys = ring.decode.append(keys_BCGD, k, slots_BT, plan=plan, heads=True)
-            values = ring.decode.append(values_BCGD, v, slots_BT, plan=plan, heads=True)
+            keys = ring.decode.append(keys_LBCGD, k, slots_BT, plan=plan, heads=True, layer=index)
+            values = ring.decode.append(values_LBCGD, v, slots_BT, plan=plan, heads=True, layer=index)
             out = ring.decode.chunk_attention(
                 q,
-                keys,
-                values,
+                keys[index],
+                values[index],
                 positions=positions_BT,
                 segment_ids=segments_BT,
                 cache_positions=positions_BC,
@@ -196,10 +200,12 @@ def extend(
             )
             return out, (keys, values)
 
-        return model.block(config, weights, x_BTE, rotation, attend, compute)
+        x_BTE, (keys, values) = model.block(config, weights, x_BTE, rotation, attend, compute)
+        return (x_BTE, keys, values, index + 1), None
 
     x_BTE = _embed(config, params, tokens_BT, compute, replicated)
-    x_BTE, (keys, values) = jax.lax.scan(layer, x_BTE, (params["layers"], cache.keys_LBCGD, cache.values_LBCGD))
+    begin = (x_BTE, cache.keys_LBCGD, cache.values_LBCGD, jnp.zeros((), jnp.int32))
+    (x_BTE, keys, values, _), _ = jax.lax.scan(layer, begin, params["layers"])
     last_BT = offsets_T == counts_B[:, None] - 1
     x_B1E = jnp.sum(jnp.where(last_BT[..., None], x_BTE, 0), axis=1, keepdims=True)
     fresh_BV = _next_logits(config, params, x_B1E, _decoding(compute))
@@ -230,16 +236,16 @@ def step(
     filled_BC = (positions_BC <= position_B1).astype(jnp.int32)
     rotation = model.rotation(config, position_B1)
 
-    def layer(x_B1E: jax.Array, each: tuple[Params, jax.Array, jax.Array]) -> tuple[jax.Array, tuple]:
-        weights, keys_BCGD, values_BCGD = each
+    def layer(carry: _Carry, weights: Params) -> tuple[_Carry, None]:
+        x_B1E, keys_LBCGD, values_LBCGD, index = carry
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-            keys = ring.decode.append(keys_BCGD, k, slot_B1, plan=plan, heads=True)
-            values = ring.decode.append(values_BCGD, v, slot_B1, plan=plan, heads=True)
+            keys = ring.decode.append(keys_LBCGD, k, slot_B1, plan=plan, heads=True, layer=index)
+            values = ring.decode.append(values_LBCGD, v, slot_B1, plan=plan, heads=True, layer=index)
             out = ring.decode.decode_attention(
                 q,
-                keys,
-                values,
+                keys[index],
+                values[index],
                 positions=position_B1,
                 cache_positions=positions_BC,
                 cache_segment_ids=filled_BC,
@@ -247,10 +253,12 @@ def step(
             )
             return out, (keys, values)
 
-        return model.block(config, weights, x_B1E, rotation, attend, one)
+        x_B1E, (keys, values) = model.block(config, weights, x_B1E, rotation, attend, one)
+        return (x_B1E, keys, values, index + 1), None
 
     x_B1E = _embed(config, params, token_B[:, None], one, replicated)
-    x_B1E, (keys, values) = jax.lax.scan(layer, x_B1E, (params["layers"], cache.keys_LBCGD, cache.values_LBCGD))
+    begin = (x_B1E, cache.keys_LBCGD, cache.values_LBCGD, jnp.zeros((), jnp.int32))
+    (x_B1E, keys, values, _), _ = jax.lax.scan(layer, begin, params["layers"])
     lengths_B = cache.lengths_B + active_B.astype(jnp.int32)
     return _next_logits(config, params, x_B1E, one), Cache(keys, values, lengths_B)
 

@@ -76,6 +76,9 @@ StepOption = Annotated[
         help="all, or some of build (the manifest), run (ask), score, plot; each goes on from what is in --out.",
     ),
 ]
+WandbOption = Annotated[
+    str | None, typer.Option("--wandb", metavar="PROJECT", help="Log numbers and heatmap to Weights & Biases, too.")
+]
 FirstKOption = Annotated[int, typer.Option("--first-k", min=1, help="Tokens that the model first-k reads.")]
 BatchOption = Annotated[int, typer.Option("--batch-size", min=1, help="Prompts at once.")]
 BatchTokensOption = Annotated[int | None, typer.Option("--batch-tokens", min=1, help="Tokens at once, at most.")]

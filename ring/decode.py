@@ -109,33 +109,44 @@ def chunk_attention(
 
 
 def append(
-    cache: jax.Array, new: jax.Array, slots: jax.Array, *, plan: Plan = ONE_DEVICE, heads: bool = False
+    cache: jax.Array,
+    new: jax.Array,
+    slots: jax.Array,
+    *,
+    plan: Plan = ONE_DEVICE,
+    heads: bool = False,
+    layer: jax.Array | None = None,
 ) -> jax.Array:
     """``cache`` [B, C, ...] with ``new`` [B, T, ...] written to ``slots`` int32 [B, T] of each row.
+
+    ``layer``: the cache has a leading dim for layers, and only this one is written, so that a loop over layers can
+    carry the whole cache and change it in place.
 
     For keys and values (``heads=True``: dim 2 is sharded over the plan's head axis), positions and segment
     ids alike. Each device writes what falls into its shard, in place when the cache is donated or carried;
     nothing is sent. A slot outside [0, C) writes nothing, so rows that are done can pass -1.
     """
-    if new.ndim != cache.ndim or new.shape[2:] != cache.shape[2:] or slots.shape != new.shape[:2]:
+    shape = cache.shape if layer is None else cache.shape[1:]
+    if new.ndim != len(shape) or new.shape[2:] != shape[2:] or slots.shape != new.shape[:2]:
         raise ValueError(
-            f"cache, new, slots are {cache.shape}, {new.shape}, {slots.shape}; "
+            f"cache, new, slots are {shape}, {new.shape}, {slots.shape}; "
             f"give cache [B, C, ...], new [B, T, ...] and slots [B, T]"
         )
-    _check_length(cache.shape[1], plan)
+    _check_length(shape[1], plan)
     new = new.astype(cache.dtype)
     axes = plan.sequence_axes
     if plan.mesh is None:
-        return _append_local(cache, new, slots, axes=axes)
-    rest = ["heads" if heads and dim == 2 else None for dim in range(2, cache.ndim)]
-    shard, fresh = plan.spec("batch", "sequence", *rest), plan.spec("batch", None, *rest)
+        return _append_local(cache, new, slots, layer, axes=axes)
+    rest = ["heads" if heads and dim == 2 else None for dim in range(2, len(shape))]
+    layers = [] if layer is None else [None]
+    shard, fresh = plan.spec(*layers, "batch", "sequence", *rest), plan.spec("batch", None, *rest)
     return jax.shard_map(
         functools.partial(_append_local, axes=axes),
         mesh=plan.mesh,
-        in_specs=(shard, fresh, plan.spec("batch", None)),
+        in_specs=(shard, fresh, plan.spec("batch", None), plan.spec()),
         out_specs=shard,
         check_vma=False,
-    )(cache, new, slots)
+    )(cache, new, slots, layer)
 
 
 def _decode_local(
@@ -245,12 +256,16 @@ def _averages(weight: jax.Array, v: jax.Array) -> jax.Array:
     return jnp.einsum("bgrtgd->bgrtd", out.reshape(batch, groups, heads, length, groups, -1))
 
 
-def _append_local(cache: jax.Array, new: jax.Array, slots: jax.Array, *, axes: tuple[str, ...]) -> jax.Array:
-    length = cache.shape[1]
+def _append_local(
+    cache: jax.Array, new: jax.Array, slots: jax.Array, layer: jax.Array | None, *, axes: tuple[str, ...]
+) -> jax.Array:
+    length = cache.shape[1 if layer is None else 2]
     local = slots - lax.axis_index(axes) * length if axes else slots
     local = jnp.where((local >= 0) & (local < length), local, length)
-    rows = jnp.broadcast_to(jnp.arange(cache.shape[0], dtype=jnp.int32)[:, None], local.shape)
-    return cache.at[rows, local].set(new, mode="drop")
+    rows = jnp.broadcast_to(jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None], local.shape)
+    if layer is None:
+        return cache.at[rows, local].set(new, mode="drop")
+    return cache.at[layer, rows, local].set(new, mode="drop")
 
 
 def _check(

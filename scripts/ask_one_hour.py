@@ -3,9 +3,9 @@
     python scripts/ask_one_hour.py CHECKPOINT [--hours 1] [--fps 0.5] [--out runs/one_hour]
 
 CHECKPOINT is a run with a vision tokenizer, such as the demo's (`runs/demo`). The demo's clips are concatenated to a
-file of the given length, 25 frames a second at 320 x 240; then `lwm ask` runs in a process of its own, and its wall time
-and peak memory are printed. The context is raised to what the video needs: what is measured is the machinery, and a model
-trained at 4096 tokens will not say anything sensible about 100,000.
+file of the given length, 25 frames a second at 320 x 240; then `lwm ask` runs in a process of its own, and its wall
+time and peak memory are printed. The context is raised to what the video needs: what is measured is the machinery, and
+a model trained at 4096 tokens will not say anything sensible about 100,000.
 """
 
 import argparse

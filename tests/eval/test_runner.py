@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eval import runner
+from eval import plots, runner, tracking
 from eval.protocol import Case, Placed
 
 
@@ -176,3 +176,23 @@ def test_json_with_nan_leaves_the_old_file(tmp_path):
     with pytest.raises(ValueError):
         runner.write_json(path, {"a": float("nan")})
     assert json.loads(path.read_text()) == {"a": 1}
+
+
+def test_a_tracker_gets_the_numbers_and_the_picture(tmp_path):
+    summary = runner.evaluate(CASES, Repeater(), tmp_path, **OPTIONS)
+    picture = plots.heatmap(tmp_path / "heatmap", summary, title="Needles")
+    logged: list[dict[str, Any]] = []
+
+    class Run:
+        def log(self, data):
+            logged.append(data)
+
+        def finish(self):
+            logged.append({})
+
+    tracking.log(tmp_path, summary, picture, lambda: (Run(), lambda path, caption: (path, caption)), print)
+    numbers, image, end = logged
+    assert numbers["eval/accuracy"] == numbers["eval/accuracy_64"] == 1.0
+    assert "eval/distractor_accuracy" not in numbers
+    assert image["eval/heatmap"] == (str(tmp_path / "heatmap.png"), picture.caption)
+    assert end == {}
