@@ -32,8 +32,19 @@ def digests(leaves: dict[str, Any]) -> tuple[dict[str, str], list[str]]:
     """(name -> digest, names of leaves that hold a number that is not finite). Collective: all processes call it."""
     words = {name: _words(leaf) for name, leaf in leaves.items()}  # all dispatched before the first is waited for
     found = {name: np.asarray(each) for name, each in words.items()}
-    names = {name: f"{int(first):08x}{int(second):08x}" for name, (first, second, _) in found.items()}
+    names = {name: digest_of(words) for name, words in found.items()}
     return names, [name for name, (_, _, bad) in found.items() if bad]
+
+
+def piece_words(piece: np.ndarray, first: int) -> np.ndarray:
+    """uint32 [2] of some indices of a leaf's first dim, from `first` on; those of all pieces add up to the leaf's."""
+    with np.errstate(over="ignore"):
+        return _mixed(np, piece, first)[:2]
+
+
+def digest_of(words: np.ndarray) -> str:
+    """The digest of a leaf from the sum of its pieces' words."""
+    return f"{int(words[0]):08x}{int(words[1]):08x}"
 
 
 def _words(leaf: Any) -> Any:
@@ -51,15 +62,19 @@ def _on_devices(leaf: jax.Array) -> jax.Array:
     return jax.jit(lambda leaf: _mixed(jnp, leaf), out_shardings=everywhere)(leaf)
 
 
-def _mixed(xp: Any, leaf: Any) -> Any:
-    """uint32 [3]: two sums of words, and how many elements are not finite; by numpy or jax.numpy."""
+def _mixed(xp: Any, leaf: Any, first: int = 0) -> Any:
+    """uint32 [3]: two sums of words, and how many elements are not finite; by numpy or jax.numpy.
+
+    first: where the first dim begins, when `leaf` is a part of one.
+    """
     word = xp.uint32
     unsigned = xp.dtype(f"uint{8 * leaf.dtype.itemsize}") if xp is np else jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")
     assert leaf.dtype.itemsize <= 4, leaf.dtype
     bits = jax.lax.bitcast_convert_type(leaf, unsigned) if xp is jnp else np.ascontiguousarray(leaf).view(unsigned)
     x = _scramble(xp, bits.reshape(leaf.shape).astype(word))
     for dim, size in enumerate(leaf.shape):
-        along = (xp.arange(size, dtype=word) * word(_STRIDES[dim])).reshape((size,) + (1,) * (leaf.ndim - dim - 1))
+        places = xp.arange(size, dtype=word) + word(first if dim == 0 else 0)
+        along = (places * word(_STRIDES[dim])).reshape((size,) + (1,) * (leaf.ndim - dim - 1))
         x = _scramble(xp, x ^ along)
     second = _scramble(xp, x ^ word(_SECOND_LANE))
     # bfloat16 is an extension type, which numpy alone does not take for a float.

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import tensorstore as ts
 from lwm import checkpoint
 from lwm.checkpoint import MANIFEST_FILE, find_checkpoint, load_model_config
 from lwm.config import ModelConfig
+from lwm.digest import digest_of, piece_words
 from lwm.sharding import Parameter, nest, parameter_table
 from lwm.weights.pieces import Piece
 
@@ -45,8 +46,9 @@ def write(
         small = nest({path: np.zeros((1,) * len(entry.shape), entry.dtype) for path, entry in table.items()})
         step = checkpoint.save_params(work, config, small)
         arrays = {path: _create(step, path, entry) for path, entry in table.items()}
-        _write_pieces(arrays, table, pieces, progress)
+        words = _write_pieces(arrays, table, pieces, progress)
         manifest = json.loads((step / MANIFEST_FILE).read_text())
+        manifest["digests"] = {f"params/{path}": digest_of(each) for path, each in words.items()}
         manifest["leaves"] = {path: [entry.dtype, list(entry.shape)] for path, entry in table.items()}
         (step / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1))
         final = root / step.name
@@ -66,7 +68,9 @@ def _write_pieces(
     table: dict[str, Parameter],
     pieces: Iterable[Piece],
     progress: Callable[[int], None] | None,
-) -> None:
+) -> dict[str, np.ndarray]:
+    """Writes them all; returns the words of each parameter's digest."""
+    words = {path: np.zeros(2, np.uint32) for path in table}
     missing = {
         (path, layer)
         for path, entry in table.items()
@@ -76,10 +80,23 @@ def _write_pieces(
         target = arrays[path] if layer is None else arrays[path][layer]
         target.write(array).result()
         missing.discard((path, layer))
+        for first, rows in _rows(array, layer):
+            words[path] += piece_words(rows, first)
         if progress is not None:
             progress(done)
     if missing:
         raise ValueError(f"{min(str(each) for each in missing)} was not given; the source is incomplete")
+    return words
+
+
+def _rows(array: np.ndarray, layer: int | None) -> Iterator[tuple[int, np.ndarray]]:
+    """A piece as parts of its parameter's first dim, small enough that what is computed from them is small, too."""
+    if layer is not None:
+        yield layer, array[None]
+        return
+    count = max(1, _CHUNK_BYTES // max(1, array[:1].nbytes))
+    for first in range(0, len(array), count):
+        yield first, array[first : first + count]
 
 
 def reader(directory: str | Path) -> tuple[ModelConfig, Callable[[str, int | None], np.ndarray]]:
