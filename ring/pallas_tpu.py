@@ -44,9 +44,9 @@ class Blocks(NamedTuple):
 
 _BLOCKS = {
     "tpu_v4": {64: Blocks(1024, 1024, 512), 128: Blocks(1024, 1024, 512), 256: Blocks(512, 512, 512)},
-    "tpu_v5e": {64: Blocks(1024, 1024, 512), 128: Blocks(1024, 1024, 512), 256: Blocks(512, 1024, 512)},
-    "tpu_v5p": {64: Blocks(1024, 1024, 512), 128: Blocks(1024, 1024, 512), 256: Blocks(512, 1024, 512)},
-    "tpu_v6e": {64: Blocks(1024, 1024, 512), 128: Blocks(1024, 1024, 512), 256: Blocks(512, 1024, 512)},
+    "tpu_v5e": {64: Blocks(1024, 1024, 512), 128: Blocks(1024, 1024, 512), 256: Blocks(512, 512, 512)},
+    "tpu_v5p": {64: Blocks(1024, 1024, 512), 128: Blocks(1024, 1024, 512), 256: Blocks(512, 512, 512)},
+    "tpu_v6e": {64: Blocks(1024, 1024, 512), 128: Blocks(1024, 1024, 512), 256: Blocks(512, 512, 512)},
 }
 _SCALAR_BYTES = 768 * 1024  # of 1 MiB of scalar memory
 _END_OF_LIST = 2**31 - 1
