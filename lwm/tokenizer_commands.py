@@ -18,6 +18,9 @@ StepsOption = Annotated[int, typer.Option(min=1, help="Training steps of the VQG
 BatchOption = Annotated[int, typer.Option(min=1, help="Frames in one step.")]
 FpsOption = Annotated[float, typer.Option(min=0.001, help="Frames per second that are read.")]
 MostOption = Annotated[int, typer.Option(min=1, help="Frames in all, at most, spread evenly over the files.")]
+AdversarialOption = Annotated[
+    float, typer.Option(min=0.0, help="Weight of a patch discriminator, such as 0.1: sharper pictures, lower PSNR.")
+]
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
 
 
@@ -32,6 +35,7 @@ def train(
     batch: BatchOption = 16,
     fps: FpsOption = 2.0,
     max_frames: MostOption = 8192,
+    adversarial: AdversarialOption = 0.0,
     overwrite: OverwriteOption = False,
 ) -> None:
     """Train CONFIG's text tokenizer on a source's words, and its VQGAN on its frames where it has any."""
@@ -50,7 +54,7 @@ def train(
     if directory is not None and run.vqgan is not None:
         media = tokenizer_training.media_of(opened)
         frames, problems = tokenizer_training.read_sample(media, run.vqgan.resolution, fps=fps, most=max_frames)
-        _train_vision(run, frames, problems, steps, batch, directory, overwrite)
+        _train_vision(run, frames, problems, steps, batch, adversarial, directory, overwrite)
 
 
 @app.command("train-text")
@@ -80,6 +84,7 @@ def train_vision(
     batch: BatchOption = 16,
     fps: FpsOption = 2.0,
     max_frames: MostOption = 8192,
+    adversarial: AdversarialOption = 0.0,
     overwrite: OverwriteOption = False,
 ) -> None:
     """Train CONFIG's VQGAN on the frames of videos and images."""
@@ -92,7 +97,7 @@ def train_vision(
     assert run.vqgan is not None
     media = [span for path in videos for span in tokenizer_training.media_of(open_source(path))]
     frames, problems = tokenizer_training.read_sample(media, run.vqgan.resolution, fps=fps, most=max_frames)
-    _train_vision(run, frames, problems, steps, batch, directory, overwrite)
+    _train_vision(run, frames, problems, steps, batch, adversarial, directory, overwrite)
 
 
 def _vision_directory(run: "RunConfig", out: Path | None, overwrite: bool) -> Path:
@@ -110,15 +115,23 @@ def _train_vision(
     problems: list[str],
     steps: int,
     batch: int,
+    adversarial: float,
     directory: Path,
     overwrite: bool,
 ) -> None:
     from lwm import tokenizer_training
+    from lwm.vqgan_training import Recipe
 
     if problems:
         print(f"{len(problems)} files could not be read; the first: {problems[0]}")
     tokenizer = tokenizer_training.train_vision(
-        run, frames, steps=steps, batch=batch, directory=directory, overwrite=overwrite
+        run,
+        frames,
+        steps=steps,
+        batch=batch,
+        directory=directory,
+        recipe=Recipe(adversarial=adversarial),
+        overwrite=overwrite,
     )
     metrics = tokenizer.metrics
     print(

@@ -23,17 +23,17 @@ from pathlib import Path
 from data.video import FrameStream, Sampling, read_frames
 path, reader, options, stream = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), sys.argv[4] == "stream"
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-begin = time.perf_counter()
+begin, cpu = time.perf_counter(), time.process_time()
 if stream:
     count = sum(1 for _ in FrameStream(path, Sampling(**options), reader))
     kept = 0
 else:
     frames = read_frames(path, reader=reader, **options)
     count, kept = len(frames.pixels), frames.pixels.nbytes
-seconds = time.perf_counter() - begin
+seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 above = (peak - before) / 1024 - kept / 2**20
-print(json.dumps({"frames": count, "seconds": seconds, "above": above, "kept": kept / 2**20}))
+print(json.dumps({"frames": count, "seconds": seconds, "cpu": cpu, "above": above, "kept": kept / 2**20}))
 """
 
 
@@ -45,8 +45,8 @@ def measure(path: Path, reader: str, options: dict[str, float], stream: bool = F
         return (done.stderr.strip().splitlines() or ["died"])[-1].split(": ", 1)[-1][-90:]
     said = json.loads(done.stdout)
     return (
-        f"{said['frames']:6d} frames {said['seconds']:7.2f} s, peak {said['above']:5.0f} MB above the "
-        f"{said['kept']:4.0f} MB kept"
+        f"{said['frames']:6d} frames {said['seconds']:7.2f} s ({said['cpu']:.1f} s of processors), peak "
+        f"{said['above']:5.0f} MB above the {said['kept']:4.0f} MB kept"
     )
 
 
