@@ -274,7 +274,7 @@ def _cost(module: Module, resolved: ResolvedStage, where: Topology) -> schedule.
         if each.innermost:
             which = _pass(each.instruction)
             entries[which] = entries.get(which, 0) + each.entered * (outer if each.inside else 1)
-    visited = prediction.visits(resolved) * layers * stage.accumulate * stage.attention.head_parts
+    visited = prediction.visits(resolved) * layers * stage.accumulate
     heads = 2 if resolved.model.vision_vocab_size else 1
     tokens = resolved.tokens_per_device / stage.accumulate
     learned = tokens / heads / (stage.loss_chunk or tokens)

@@ -13,11 +13,13 @@ of every torus dimension that their group spans; an all-to-all of n devices move
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lwm import flops
 from lwm.config import ResolvedStage
 from lwm.sharding import parameter_table
 from lwm.topology import Generation
+from ring.blockwise import Kernel, head_steps
 from ring.local import block_size
 
 # Bytes per second between a chip and its host's memory: one PCIe 3.0 x16 port, of which 12.5 GB/s is what moves.
@@ -68,35 +70,49 @@ def work(resolved: ResolvedStage, num_devices: int) -> Work:
     return Work(needed / num_devices, executed / num_devices, attention / num_devices)
 
 
-def _blocks(resolved: ResolvedStage) -> tuple[int, int, int, int]:
-    """Of one pass over one layer on one device: rows, hops, and blocks of queries and of the keys of one hop."""
+class _Blocks(NamedTuple):
+    """Of one pass over one layer on one device: `steps` are parts of the heads that share a pair of blocks, in all."""
+
+    rows: int
+    hops: int
+    queries: int
+    keys: int
+    steps: int
+
+
+def _blocks(resolved: ResolvedStage) -> _Blocks:
     stage, sizes = resolved.stage, resolved.mesh_sizes
-    strategy, shards = stage.attention.strategy, resolved.sequence_shards
-    gathered = {"ulysses": shards, "usp": sizes["ulysses"]}.get(strategy, 1)
-    hops = {"ulysses": 1, "all_gather": 1, "usp": sizes["sp"]}.get(strategy, shards)
-    queries = stage.seq_len // shards * gathered
-    keys = stage.seq_len // hops
-    query_block = block_size(queries, stage.attention.query_block)
-    key_block = block_size(keys, stage.attention.key_block)
+    attention, shards = stage.attention, resolved.sequence_shards
+    exchanged = {"ulysses": shards, "usp": sizes["ulysses"]}.get(attention.strategy, 1)
+    hops = {"ulysses": 1, "all_gather": 1, "usp": sizes["sp"]}.get(attention.strategy, shards)
+    queries, keys = stage.seq_len // shards * exchanged, stage.seq_len // hops
+    kernel = Kernel(1.0, block_size(queries, attention.query_block), block_size(keys, attention.key_block))
+    parts = sizes["tp"] * attention.head_parts
+    groups = max(1, resolved.model.num_kv_heads // parts // exchanged)
+    steps = head_steps(kernel, max(1, resolved.model.num_heads // parts // exchanged), groups)
     rows = max(1, stage.batch_rows // (resolved.data_shards * stage.accumulate))
-    return rows, hops, -(-queries // query_block), -(-keys // key_block)
+    down, across = -(-queries // kernel.query_block), -(-keys // kernel.key_block)
+    return _Blocks(rows, hops, down, across, steps * attention.head_parts)
 
 
 def visits(resolved: ResolvedStage) -> float:
-    """Pairs of attention blocks that the busiest device visits in one pass over one layer, all hops together.
+    """Pairs of attention blocks that the busiest device visits in one pass over one layer, all hops together; once for
+    each part of the heads.
 
     A balanced layout shows each device half of all pairs; contiguous, the last device sees everything.
     """
-    rows, hops, down, across = _blocks(resolved)
-    if resolved.stage.attention.layout == "contiguous" and resolved.sequence_shards > 1:
-        return rows * hops * across * down
-    return rows * hops * (across * down + min(across, down)) / 2
+    blocks = _blocks(resolved)
+    pairs: float = blocks.keys * blocks.queries
+    if resolved.stage.attention.layout != "contiguous" or resolved.sequence_shards == 1:
+        pairs = (pairs + min(blocks.keys, blocks.queries)) / 2
+    return blocks.rows * blocks.hops * blocks.steps * pairs
 
 
-def outer_blocks(resolved: ResolvedStage) -> int:
-    """Blocks of queries that one device walks over in one hop."""
-    rows, _, down, _ = _blocks(resolved)
-    return rows * down
+def outer_blocks(resolved: ResolvedStage) -> float:
+    """Blocks of queries that one device walks over in one hop of one part of the heads, again and again for each of
+    the kernel's own parts of them."""
+    blocks = _blocks(resolved)
+    return blocks.rows * blocks.queries * blocks.steps / resolved.stage.attention.head_parts
 
 
 @dataclass(frozen=True)
