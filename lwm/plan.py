@@ -285,7 +285,6 @@ def draw(plans: Sequence[StagePlan], path: Path) -> None:
         left = [a + b for a, b in zip(left, sizes, strict=True)]
     memory.axvline(plans[0].compiled.usable_bytes / _GB, color="black", linestyle="--", label="usable")
     memory.set_xlabel(f"GB on one device of {plans[0].where.name} (the compiler's count)")
-    memory.legend(fontsize="small")
     done = [(plan.resolved.stage.name, plan.predicted) for plan in plans if plan.predicted is not None]
     compute = [predicted.compute_seconds for _, predicted in done]
     waits = [predicted.exposed_seconds for _, predicted in done]
@@ -296,8 +295,8 @@ def draw(plans: Sequence[StagePlan], path: Path) -> None:
         times.text(predicted.step_seconds, name, f" MFU {predicted.mfu:.1%}", va="center", fontsize="small")
     times.set_xlabel("seconds a step (predicted)")
     times.set_xlim(right=1.3 * max((p.step_seconds for _, p in done), default=1))
-    times.legend(fontsize="small")
     for axes in (memory, times):
         axes.invert_yaxis()
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=5, fontsize="x-small", frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
