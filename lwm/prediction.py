@@ -19,7 +19,6 @@ from lwm import flops
 from lwm.config import ResolvedStage
 from lwm.sharding import parameter_table
 from lwm.topology import Generation
-from ring.blockwise import Kernel, head_steps
 from ring.local import block_size
 
 # Bytes per second between a chip and its host's memory: one PCIe 3.0 x16 port, of which 12.5 GB/s is what moves.
@@ -71,13 +70,12 @@ def work(resolved: ResolvedStage, num_devices: int) -> Work:
 
 
 class _Blocks(NamedTuple):
-    """Of one pass over one layer on one device: `steps` are parts of the heads that share a pair of blocks, in all."""
+    """Of one pass over one layer on one device."""
 
     rows: int
     hops: int
     queries: int
     keys: int
-    steps: int
 
 
 def _blocks(resolved: ResolvedStage) -> _Blocks:
@@ -86,13 +84,9 @@ def _blocks(resolved: ResolvedStage) -> _Blocks:
     exchanged = {"ulysses": shards, "usp": sizes["ulysses"]}.get(attention.strategy, 1)
     hops = {"ulysses": 1, "all_gather": 1, "usp": sizes["sp"]}.get(attention.strategy, shards)
     queries, keys = stage.seq_len // shards * exchanged, stage.seq_len // hops
-    kernel = Kernel(1.0, block_size(queries, attention.query_block), block_size(keys, attention.key_block))
-    parts = sizes["tp"] * attention.head_parts
-    groups = max(1, resolved.model.num_kv_heads // parts // exchanged)
-    steps = head_steps(kernel, max(1, resolved.model.num_heads // parts // exchanged), groups)
     rows = max(1, stage.batch_rows // (resolved.data_shards * stage.accumulate))
-    down, across = -(-queries // kernel.query_block), -(-keys // kernel.key_block)
-    return _Blocks(rows, hops, down, across, steps * attention.head_parts)
+    down = -(-queries // block_size(queries, attention.query_block))
+    return _Blocks(rows, hops, down, -(-keys // block_size(keys, attention.key_block)))
 
 
 def visits(resolved: ResolvedStage) -> float:
@@ -105,14 +99,13 @@ def visits(resolved: ResolvedStage) -> float:
     pairs: float = blocks.keys * blocks.queries
     if resolved.stage.attention.layout != "contiguous" or resolved.sequence_shards == 1:
         pairs = (pairs + min(blocks.keys, blocks.queries)) / 2
-    return blocks.rows * blocks.hops * blocks.steps * pairs
+    return blocks.rows * blocks.hops * resolved.stage.attention.head_parts * pairs
 
 
-def outer_blocks(resolved: ResolvedStage) -> float:
-    """Blocks of queries that one device walks over in one hop of one part of the heads, again and again for each of
-    the kernel's own parts of them."""
+def outer_blocks(resolved: ResolvedStage) -> int:
+    """Blocks of queries that one device walks over in one hop of one part of the heads."""
     blocks = _blocks(resolved)
-    return blocks.rows * blocks.queries * blocks.steps / resolved.stage.attention.head_parts
+    return blocks.rows * blocks.queries
 
 
 @dataclass(frozen=True)

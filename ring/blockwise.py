@@ -73,11 +73,6 @@ def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
-def head_steps(kernel: Kernel, heads: int, groups: int) -> int:
-    """Into how many parts a visit of a pair of blocks divides the heads."""
-    return _Cutter.of(kernel, heads, groups).num_steps
-
-
 def forward(kernel: Kernel, running: Running, q: jax.Array, kv: jax.Array, query: Queries, key: Keys) -> Running:
     """Adds what ``q`` [B,S,H,D] sees of ``kv`` [2,B,G,T,D] to ``running`` (out [B,S,H,D], rows [B,H,S])."""
     cut = _Cutter.of(kernel, q.shape[2], kv.shape[2])

@@ -8,7 +8,6 @@ from lwm import prediction
 from lwm.config import ModelConfig, ResolvedStage, StageConfig
 from lwm.prediction import Link
 from lwm.topology import GENERATIONS
-from ring.blockwise import Kernel, head_steps
 
 MODEL = ModelConfig(text_vocab_size=1000, hidden_size=64, intermediate_size=128, num_layers=3, num_heads=4)
 WEIGHTS = 3 * (4 * 64 * 64 + 3 * 64 * 128)
@@ -49,20 +48,17 @@ def test_flops() -> None:
 
 
 def test_visits_count_the_blocks_of_a_causal_mask() -> None:
-    """1024 tokens on each of four devices are four blocks: per hop ten of sixteen pairs, striped; in `steps` turns."""
-    steps = head_steps(Kernel(1.0, 256, 256), 4, 4)
-    assert prediction.visits(resolve()) == 4 * 10 * steps
-    assert prediction.outer_blocks(resolve()) == 4 * steps
-    halves = resolve(attention={"query_block": 256, "key_block": 256, "head_parts": 2})
-    assert prediction.visits(halves) == 4 * 10 * 2 * head_steps(Kernel(1.0, 256, 256), 2, 2)
-    contiguous = {"layout": "contiguous", "query_block": 256, "key_block": 256}
-    assert prediction.visits(resolve(attention=contiguous)) == 4 * 16 * steps
-    one, two = (head_steps(Kernel(1.0, 256, 256), heads, heads) for heads in (1, 2))
+    """1024 tokens on each of four devices are four blocks: per hop ten of sixteen pairs, striped."""
+    assert prediction.visits(resolve()) == 4 * 10
+    assert prediction.outer_blocks(resolve()) == 4
+    blocks = {"query_block": 256, "key_block": 256}
+    assert prediction.visits(resolve(attention=blocks | {"head_parts": 2})) == 4 * 10 * 2
+    assert prediction.visits(resolve(attention=blocks | {"layout": "contiguous"})) == 4 * 16
     # Exchanged heads: one device holds the whole row, 16 blocks, and no hops.
-    exchanged = {"strategy": "ulysses", "query_block": 256, "key_block": 256}
-    assert prediction.visits(resolve({"sp": 1, "ulysses": 4}, attention=exchanged)) == 16 * 17 / 2 * one
-    both = {"strategy": "usp", "query_block": 256, "key_block": 256}
-    assert prediction.visits(resolve({"sp": 2, "ulysses": 2}, attention=both)) == 2 * 8 * 9 / 2 * two
+    exchanged = resolve({"sp": 1, "ulysses": 4}, attention=blocks | {"strategy": "ulysses"})
+    assert prediction.visits(exchanged) == 16 * 17 / 2
+    both = resolve({"sp": 2, "ulysses": 2}, attention=blocks | {"strategy": "usp"})
+    assert prediction.visits(both) == 2 * 8 * 9 / 2
 
 
 def test_transfers() -> None:
