@@ -94,6 +94,7 @@ class StagePlan:
             "transfers": [asdict(each) for each in compiled.traffic],
             "exposed_permutes_per_layer": self.exposed_permutes,
             "ring_hops": compiled.ring_hops,
+            "kernel_launches": compiled.kernel_launches,
             "prediction": None if self.predicted is None else asdict(self.predicted),
             "stage_tokens": stage.tokens_per_step * stage.steps,
             "advice": [asdict(each) for each in self.advice],
@@ -244,9 +245,11 @@ def explain(plan: StagePlan) -> list[str]:
     lines = [verdict(plan)]
     predicted = plan.predicted
     if predicted is not None:
-        source = (
-            "the compiler's cycle estimates" if predicted.from_schedule else "an assumed efficiency, without a schedule"
-        )
+        source = "an assumed efficiency, without a schedule"
+        if predicted.from_schedule:
+            source = "the compiler's cycle estimates"
+        if plan.compiled.kernel_launches:
+            source += f" and {plan.where.generation.chip.efficiency:.0%} of the peak in the attention kernel"
         lines.append(
             f"  predicted from {source}: {format_seconds(predicted.step_seconds)} a step, of which "
             f"{format_seconds(predicted.exposed_seconds)} wait for transfers; no schedule could beat "

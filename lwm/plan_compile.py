@@ -80,6 +80,7 @@ class Compiled:
 
     `compute_seconds`: of one step by the compiler's estimates, 0 where it makes none. `ring_hops`: links between ring
     neighbours that are the farthest apart. `child_bytes`: memory of the host that compiling took.
+    `kernel_launches`: of hand-written kernels in one step; attention then takes what `ring.cost` assumes of its FLOPs.
     """
 
     memory: Memory
@@ -89,6 +90,7 @@ class Compiled:
     ring_hops: int
     compile_seconds: float
     child_bytes: int
+    kernel_launches: int = 0
     error: str | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -214,6 +216,7 @@ def read(
         ring_hops=links("sp" if resolved.mesh_sizes["sp"] > 1 else "ulysses").hops,
         compile_seconds=compile_seconds,
         child_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        kernel_launches=sum(count for count, each in module.instructions() if schedule.is_kernel(each)),
     )
 
 

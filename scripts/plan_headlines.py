@@ -83,6 +83,7 @@ def as_row(row: Row, plan: StagePlan) -> dict[str, Any]:
         "peak_hbm_gb": round(peak, 2),
         "hbm_gb": round(plan.where.generation.chip.hbm_bytes / _GB, 1),
         "usable_gb": round(plan.compiled.usable_bytes / _GB, 1),
+        "kernel": "pallas" if plan.compiled.kernel_launches else "xla",
         "host_gb": round(memory.host / _GB, 2),
         "host_limit_gb": round(plan.where.generation.host_bytes / _GB, 1),
         "fits": plan.fits,
@@ -102,9 +103,9 @@ def as_row(row: Row, plan: StagePlan) -> dict[str, Any]:
 def table(results: dict[str, dict[str, Any]]) -> str:
     """Markdown, in the order of ROWS, of the rows that have been compiled."""
     lines = [
-        "| row | tokens x rows | slice | chips | peak HBM | may be | host | within | exposed permutes, a layer | "
-        "predicted step | predicted MFU | compiled in |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| row | tokens x rows | slice | chips | kernel | peak HBM | may be | host | within | exposed permutes a layer "
+        "| predicted step | predicted MFU | compiled in |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in ROWS:
         if (one := results.get(row.name)) is None:
@@ -113,7 +114,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
         host = f"{one['host_gb']} of {one['host_limit_gb']} GB" if one["host_gb"] else "-"
         step = "-" if one["predicted_step_s"] is None else format_seconds(one["predicted_step_s"])
         mfu = "-" if one["predicted_mfu"] is None else f"{one['predicted_mfu']:.1%}"
-        cells = [row.name, f"{one['tokens']:,} x {one['rows']}", one["topology"], str(one["devices"])]
+        cells = [row.name, f"{one['tokens']:,} x {one['rows']}", one["topology"], str(one["devices"]), one["kernel"]]
         cells += [f"{one['peak_hbm_gb']} GB", limit, host, "yes" if one["within_bar"] else "**no**"]
         cells += [f"{one['exposed_permutes']:g}", step, mfu, format_seconds(one["compile_s"])]
         lines.append(f"| {' | '.join(cells)} |")
