@@ -77,8 +77,11 @@ def test_a_stage_compiles_for_tpus_that_are_not_there(
     permutes = [each for each in stage["transfers"] if each["kind"] == "collective-permute"]
     assert {each["axes"] for each in permutes} == {"sp"}
     kv_bytes = 2 * (2048 // 4) * 256 * 2
-    needed = 2 * (9 * kv_bytes + 4 * 2 * kv_bytes)
-    assert needed * 0.8 <= sum(each["num_bytes"] for each in permutes) <= 1.2 * needed
+    most = 2 * (9 * kv_bytes + 4 * 2 * kv_bytes)
+    # So few hops leave no loop: the compiler lets the backward pass use what the recomputed forward pass received,
+    # and brings dK, dV home in bfloat16.
+    least = 2 * (6 * kv_bytes + 3 * 2 * kv_bytes + kv_bytes)
+    assert least <= sum(each["num_bytes"] for each in permutes) <= 1.02 * most
     assert sum(each["exposed"] for each in permutes) < sum(each["count"] for each in permutes)
     prediction = stage["prediction"]
     assert prediction["from_schedule"]
