@@ -38,7 +38,10 @@ def train(
     adversarial: AdversarialOption = 0.0,
     overwrite: OverwriteOption = False,
 ) -> None:
-    """Train CONFIG's text tokenizer on a source's words, and its VQGAN on its frames where it has any."""
+    """Train CONFIG's text tokenizer on a source's words, and its VQGAN on its frames where it has any.
+
+    What is there already stays, so that the same command goes on where it was stopped.
+    """
     from data.sources import open_source
     from lwm import tokenizer_training
     from lwm.config import load_config
@@ -46,12 +49,16 @@ def train(
     run = load_config(config, overrides or ())
     opened = open_source(source)
     text = None if run.tokenizers.text is None else Path(run.tokenizers.text)
-    directory = _vision_directory(run, None, overwrite) if opened.has_media else None
-    if text is not None and text.exists() and not overwrite:
-        raise ValueError(f"{text} is there already; give --overwrite to replace it, or set another tokenizers.text")
-    tokenizer = tokenizer_training.train_text(run, opened)
-    print(f"{text}: {tokenizer.size} pieces, fingerprint {tokenizer.fingerprint}")
-    if directory is not None and run.vqgan is not None:
+    directory = _vision_directory(run, None, True) if opened.has_media else None
+    kept = [path for path in (text, directory) if path is not None and path.exists() and not overwrite]
+    if len(kept) == (1 if directory is None else 2):
+        raise ValueError(f"{' and '.join(map(str, kept))} are there already; give --overwrite to replace them")
+    for path in kept:
+        print(f"{path} is there already and stays; --overwrite replaces it")
+    if text not in kept:
+        tokenizer = tokenizer_training.train_text(run, opened)
+        print(f"{text}: {tokenizer.size} pieces, fingerprint {tokenizer.fingerprint}")
+    if directory is not None and directory not in kept and run.vqgan is not None:
         media = tokenizer_training.media_of(opened)
         frames, problems = tokenizer_training.read_sample(media, run.vqgan.resolution, fps=fps, most=max_frames)
         _train_vision(run, frames, problems, steps, batch, adversarial, directory, overwrite)

@@ -13,7 +13,7 @@ from data.examples import Example, Span
 from data.manifest import make_examples
 from data.sources import Source
 from data.text import TextError, TextTokenizer, train_tokenizer
-from data.video import VideoError, read_frames, read_image
+from data.video import VideoError, read_frames, read_image, seconds_of
 from lwm import vqgan_training
 from lwm.config import ConfigError, RunConfig
 from lwm.telemetry import Progress
@@ -103,11 +103,9 @@ def _read(span: Span, size: int, fps: float, most: int) -> np.ndarray:
     assert span.path is not None
     if span.kind == "image":
         return read_frames(span.path, num_frames=1, size=size).pixels
-    frames = read_frames(span.path, fps=fps, num_frames=most, size=size, start=span.start, end=span.end)
-    if len(frames.pixels) == most and most < 1024:
-        # There may be more: take as many from all of it.
-        frames = read_frames(span.path, num_frames=most, size=size, start=span.start, end=span.end)
-    return frames.pixels
+    if seconds_of(span.path, start=span.start, end=span.end) * fps > most:
+        return read_frames(span.path, num_frames=most, size=size, start=span.start, end=span.end).pixels
+    return read_frames(span.path, fps=fps, size=size, start=span.start, end=span.end).pixels
 
 
 def train_vision(

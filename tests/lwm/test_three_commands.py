@@ -52,6 +52,12 @@ def test_the_readmes_three_commands(
     out = capsys.readouterr().out
     assert "1 files could not be read; the first: " in out
     assert Image.open("runs/clips/vqgan/training.png").size[0] > 500
+    trained = Path("runs/clips/vqgan/vision_tokenizer.json").read_text()
+    assert cli.run([*tokenize, *SMALLER]) == 2, "both are there"
+    Path("runs/clips/text.model").unlink()
+    assert cli.run([*tokenize, *SMALLER]) == 0
+    assert "vqgan is there already and stays" in capsys.readouterr().out
+    assert Path("runs/clips/vqgan/vision_tokenizer.json").read_text() == trained
     # Of nine examples one is lost with the broken file.
     assert cli.run([*build, *SMALLER, "--max-bad", "0.2"]) == 0
     out = capsys.readouterr().out
