@@ -277,11 +277,14 @@ class Checkpoints:
         manifest = read_manifest(self.path(step))
         wanted: dict[str, Any] = {}
         handler = ocp.PyTreeCheckpointHandler()
-        for name in ("params", "optimizer"):
-            if not any(each.startswith(f"{name}/") for each in manifest.digests):
+        for name, leaves in (("params", manifest.leaves), ("optimizer", manifest.optimizer_leaves)):
+            if not leaves:
                 continue
+            item = self.path(step) / name
             try:
-                wanted[name] = handler.restore(self.path(step) / name)
+                # As numpy arrays: the devices that it was saved from need not be here.
+                tree = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), handler.metadata(item).tree)
+                wanted[name] = handler.restore(item, args=ocp.args.PyTreeRestore(restore_args=tree))
             except Exception as error:
                 raise _cannot_be_read(self.path(step), error) from error
         _check_digests(self.path(step), manifest, wanted)

@@ -157,8 +157,17 @@ def _fields(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def facts(config: RunConfig, code: str, versions: Mapping[str, str]) -> dict[str, str]:
-    """What all hosts of a run must have in common, for `cluster.preflight`. ValueError when a corpus cannot be read."""
+    """What all hosts of a run must have in common, for `cluster.preflight`.
+
+    A corpus that cannot be read is one of the facts: its stage will say so when it comes, but on all hosts or on none.
+    """
     from data.build import Corpus
+
+    def fingerprint_of(directory: str) -> str:
+        try:
+            return Corpus.open(directory).fingerprint[:12]
+        except (ValueError, OSError):
+            return "that cannot be read"
 
     corpora = {corpus.name: corpus.directory for corpus in config.corpora}
     used = sorted({name for stage in config.stages for name in stage.shares})
@@ -166,5 +175,5 @@ def facts(config: RunConfig, code: str, versions: Mapping[str, str]) -> dict[str
         "configuration": fingerprint(config)[:12],
         "code": code[:12],
         **{f"package {name}": version for name, version in versions.items()},
-        **{f"corpus {name}": Corpus.open(corpora[name]).fingerprint[:12] for name in used},
+        **{f"corpus {name}": fingerprint_of(corpora[name]) for name in used},
     }

@@ -111,6 +111,7 @@ class _Run:
         self.watchdog = Watchdog(config.cluster.hang_seconds, stacks)
         self.goodput = Goodput(clock=clock)
         self.records: list[Record] = []
+        self.data: dict[str, Any] = {}
         self.tokens, self.failed_saves, self.failed_in_a_row, self.saved_step = 0, 0, 0, -1
         self.vote, self.no_batch = VOTE_NONE, ""
         # On CPUs, collectives between processes hold threads of one small pool while they wait for their peers: those
@@ -171,6 +172,7 @@ class _Run:
     ) -> TrainState:
         """The loop. Metrics of a step are fetched when the next one is under way, so that the device never waits."""
         stage, every, late = run.stage, self.config.checkpoint.every_steps, None
+        self.data = stages.data_settings(self.config, run)
         step = first = int(state.step)
         with self.stop, self.watchdog, run.loader.iterate(first, stop_step=stage.steps) as batches:
             begin = self.clock()
@@ -356,7 +358,7 @@ class _Run:
             progress=progress.to_json(),
             typical=np.asarray(state.typical).tolist(),
             seed=self.config.seed,
-            data=stages.data_settings(self.config, run),
+            data=self.data,
             counters={"failed_saves": self.failed_saves, "goodput": self.goodput.seconds},
             mesh={axis: size for axis, size in sharding.mesh_sizes(run.mesh).items() if size > 1},
             wandb_id=wandb_id.read_text().strip() if wandb_id.exists() else "",

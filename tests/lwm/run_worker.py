@@ -29,9 +29,8 @@ def tiny_config(corpus: str, output: str) -> dict[str, Any]:
         "mixture": ({"corpus": "tiny", "share": 1.0},),
         "remat": "none",
         "compute_dtype": "float32",
-        "accumulate": 1,
     }
-    longer = {"name": "long", "seq_len": 64, "rope_theta": 1e5, "mesh": {"fsdp": 2, "sp": 4}, "accumulate": 2}
+    longer = {"name": "long", "seq_len": 64, "rope_theta": 1e5, "mesh": {"fsdp": 2, "sp": 4}}
     return {
         "name": "test",
         "output_dir": output,

@@ -76,14 +76,11 @@ class Processes:
         started = self.start(name, arguments)
         try:
             return [process.wait(timeout=PATIENCE) for process in started]
-        except subprocess.TimeoutExpired:
-            for number in range(len(started)):
-                print(f"--- process {number}", self.said(name, number)[-3000:], sep="\n")
-            raise
         finally:
-            for process in started:
+            for number, process in enumerate(started):
                 process.kill()
                 process.wait()
+                print(f"--- process {number}", self.said(name, number)[-3000:], sep="\n")
 
     def log(self, name: str, number: int) -> Path:
         return self.place / f"{name}.{number}.log"
