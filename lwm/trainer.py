@@ -193,7 +193,7 @@ class _Run:
                 stopping = self.vote != VOTE_NONE or alone or self._gave_up(stage, progress)
                 if stopping or step % every == 0 or step == stage.steps:
                     self._report(run, progress, late, begin)
-                    self._save(run, state, int(state.step), progress, wait=stopping or step == stage.steps)
+                    self._save(run, state, int(state.step), progress, stopping)
                     late, begin = None, self.clock()
                 if stopping:
                     self._stop(run, int(state.step), progress)
@@ -299,15 +299,16 @@ class _Run:
         except OSError as error:
             self.telemetry.say(f"warning: cannot write {self.directory / SKIPPED_FILE} ({error.strerror})")
 
-    def _save(self, run: PreparedStage, state: TrainState, step: int, progress: StageProgress, wait: bool) -> None:
-        """Begin a save, after the one before is done; `wait`: until it is on disk, trying twice."""
+    def _save(self, run: PreparedStage, state: TrainState, step: int, progress: StageProgress, stopping: bool) -> None:
+        """Begin a save, after the one before is done; at the end of a stage or run wait for it, trying twice."""
         begin, global_step = self.clock(), self._steps_before(run.index) + step
         if self._finish_save() and global_step == self.saved_step:
             return
         over = step == run.stage.steps
         if over:
             self.records.append(stages.record_of(run, progress))
-        must = wait and (not over or run.index + 1 == len(self.config.stages))
+        must = stopping or (over and run.index + 1 == len(self.config.stages))
+        wait = stopping or over
         try:
             for attempt in (1, 2):
                 self.checkpoints.begin_save(state, self._manifest(run, state, step, progress))

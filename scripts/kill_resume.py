@@ -51,17 +51,17 @@ def make_corpus(directory: Path) -> None:
 
 
 class Runner:
-    """Starts the run in `work/NAME` as a process of its own; compiled programs are shared by all starts."""
+    """Starts the run in `work/NAME` as a process of its own."""
 
-    def __init__(self, work: Path, steps: int) -> None:
+    def __init__(self, work: Path, steps: int, stage: str | None) -> None:
         self.work, self.corpus = work, work / "corpus"
-        self.changes = [f"stages.{stage}.steps={steps}" for stage in (0, 1)]
+        self.changes = [f"stages.{number}.steps={steps}" for number in (0, 1)]
+        self.changes += [] if stage is None else ["--stage", stage]
         flags = "--xla_force_host_platform_device_count=8 --xla_cpu_collective_call_terminate_timeout_seconds=600"
         self.environ = os.environ | {
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": flags,
             "PYTHONPATH": str(ROOT),
-            "LWM_TEST_PROGRAMS": str(work / "programs"),
         }
 
     def start(self, name: str) -> subprocess.Popen[str]:
@@ -139,17 +139,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100, help="kills in all [100]")
     parser.add_argument("--steps", type=int, default=6, help="steps of each of the two stages [6]")
+    parser.add_argument("--stage", help="only this one: short [both: short, long]")
     parser.add_argument("--seed", type=int, default=0, help="decides when to kill [0]")
     parser.add_argument("--work", type=Path, help="directory to work in [a temporary one]")
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
     with tempfile.TemporaryDirectory() as temporary:
         work = arguments.work or Path(temporary)
-        runner = Runner(work, arguments.steps)
+        runner = Runner(work, arguments.steps, arguments.stage)
         make_corpus(runner.corpus)
         _, seconds = runner.finish("undisturbed")
-        if arguments.kills >= 10:
-            _, seconds = runner.finish("warm")  # with compiled programs at hand, as the killed ones have them
         kills, rounds, committed = 0, 1, -1
         with Progress("kill", arguments.kills, unit="kills") as progress:
             while kills < arguments.kills:

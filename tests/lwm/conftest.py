@@ -4,14 +4,16 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
 from data.build import build_corpus
 from data.examples import TokenizedExample
 from data.vocabulary import Vocabulary
+from lwm import stages
+from lwm.step import CompiledStep
 
 
 @pytest.fixture(scope="session")
@@ -43,19 +45,19 @@ def worker() -> ModuleType:
     return module
 
 
-@pytest.fixture(scope="session")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where compiled programs are kept, because the same run is started again and again."""
-    return tmp_path_factory.mktemp("programs")
-
-
 @pytest.fixture(scope="module")
-def kept_programs(programs: Path) -> Iterator[None]:
-    """Keep compiled programs for the length of a file of tests."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = [getattr(jax.config, name) for name in names]
-    for name, value in zip(names, (str(programs), 0.1), strict=True):
-        jax.config.update(name, value)
-    yield
-    for name, value in zip(names, before, strict=True):
-        jax.config.update(name, value)
+def kept_programs() -> Iterator[None]:
+    """Keep compiled steps for the length of a file of tests, because the same run is started again and again.
+
+    In memory: jax's cache on disk loses the order of a CPU program's collectives, and devices then wait for each other.
+    """
+    kept: dict[Any, CompiledStep] = {}
+
+    def compiled(*arguments: Any) -> CompiledStep:
+        if arguments not in kept:
+            kept[arguments] = CompiledStep(*arguments)
+        return kept[arguments]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(stages, "CompiledStep", compiled)
+        yield

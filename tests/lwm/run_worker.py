@@ -89,11 +89,6 @@ def main() -> None:
         cluster.connect(config.cluster)
         import jax
 
-        if jax.process_count() == 1:
-            # Of several processes only the first would find programs there, and the order of collectives in a program
-            # that was kept is not always that of one that was just compiled: the processes would wait for each other.
-            jax.config.update("jax_compilation_cache_dir", os.environ.get("LWM_TEST_PROGRAMS"))
-            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
         from lwm import trainer
         from lwm.telemetry import StepReport
         from lwm.tracking import open_telemetry

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lwm import checkpoint, resume, step, trainer
+from lwm import checkpoint, cli, resume, step, trainer
 from lwm.checkpoint import Checkpoints, DamagedCheckpoint
 from lwm.config import RunConfig
 from lwm.digest import digests, named_leaves
@@ -54,7 +54,9 @@ def tiny(worker: ModuleType, corpus: Path, output: Path, *changes: str) -> RunCo
 
 
 @pytest.fixture(scope="module")
-def finished(worker: ModuleType, tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+def finished(
+    kept_programs: None, worker: ModuleType, tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> RunConfig:
     """Five steps of six, each of them saved."""
     config = tiny(worker, tiny_corpus, tmp_path_factory.mktemp("run") / "run", "checkpoint.every_steps=1")
     config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"keep_last": 9})})
@@ -194,6 +196,31 @@ def test_a_step_that_is_not_there_lists_those_that_are(finished: RunConfig, tmp_
     assert saved.steps() == [1, 2, 3]
     assert saved.set_aside_ones(".rewound") == ["00000004.rewound", "00000005.rewound"]
     assert saved.verify(3) > 20
+
+
+def test_the_commands(finished: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """list, show, verify and rewind; verify reads whole checkpoints and exits with 2 when one is damaged."""
+    _, saved = copied(finished, tmp_path / "run")
+    run = str(tmp_path / "run")
+    assert cli.run(["checkpoint", "list", run]) == 0
+    assert capsys.readouterr().out.count("│ short │") == 5
+    assert cli.run(["checkpoint", "show", run, "--step", "2"]) == 0
+    assert json.loads(capsys.readouterr().out)["stage_step"] == 2
+    assert cli.run(["checkpoint", "verify", run]) == 0
+    assert capsys.readouterr().out.count("arrays are as they were saved") == 5
+    (file, *_) = sorted(data_files(saved.path(4)), key=lambda each: -each.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(bytes(content))
+    stderr = io.StringIO()
+    assert cli.run(["checkpoint", "verify", run], stderr) == 2
+    assert stderr.getvalue() == "lwm: 1 of 5 checkpoints are damaged: 4\n"
+    assert f"step 4: checkpoint {saved.path(4)} " in capsys.readouterr().out
+    assert cli.run(["checkpoint", "rewind", run, "--step", "3"]) == 0
+    assert saved.steps() == [1, 2, 3]
+    assert cli.run(["checkpoint", "rewind", run, "--step", "7"], stderr) == 2
+    assert "its steps are 1, 2, 3" in stderr.getvalue()
+    assert cli.run(["checkpoint", "list", str(tmp_path / "none")], stderr) == 2
 
 
 def test_a_second_job_is_refused_and_the_first_goes_on(finished: RunConfig, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from lwm.sharding import flatten, make_mesh
 from lwm.step import abstract_state
 from lwm.telemetry import Telemetry, read_metrics
 
+pytestmark = pytest.mark.usefixtures("kept_programs")
 VOCABULARY = Vocabulary(text_size=32, num_codes=14, vision_size=16)
 
 
@@ -118,20 +119,10 @@ class StopAt(StopSignal):
         return super().requested
 
 
-@pytest.fixture(scope="module", autouse=True)
-def kept_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Compiled programs are kept for the length of this file, because its tests start the same run again and again."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = [getattr(jax.config, name) for name in names]
-    for name, value in zip(names, (str(tmp_path_factory.mktemp("programs")), 0.1), strict=True):
-        jax.config.update(name, value)
-    yield
-    for name, value in zip(names, before, strict=True):
-        jax.config.update(name, value)
-
-
 @pytest.fixture(scope="module")
-def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, list[stages.Record], str]:
+def undisturbed(
+    kept_programs: None, corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[RunConfig, list[stages.Record], str]:
     config = run_config(corpus, tmp_path_factory.mktemp("straight"), stage("short"), LONGER)
     return config, *train(config)
 
