@@ -61,7 +61,7 @@ def train(
     if directory is not None and directory not in kept and run.vqgan is not None:
         media = tokenizer_training.media_of(opened)
         frames, problems = tokenizer_training.read_sample(media, run.vqgan.resolution, fps=fps, most=max_frames)
-        _train_vision(run, frames, problems, steps, batch, adversarial, directory, overwrite)
+        _train_vision(run, frames, len(media), problems, steps, batch, adversarial, directory, overwrite)
 
 
 @app.command("train-text")
@@ -104,7 +104,7 @@ def train_vision(
     assert run.vqgan is not None
     media = [span for path in videos for span in tokenizer_training.media_of(open_source(path))]
     frames, problems = tokenizer_training.read_sample(media, run.vqgan.resolution, fps=fps, most=max_frames)
-    _train_vision(run, frames, problems, steps, batch, adversarial, directory, overwrite)
+    _train_vision(run, frames, len(media), problems, steps, batch, adversarial, directory, overwrite)
 
 
 def _vision_directory(run: "RunConfig", out: Path | None, overwrite: bool) -> Path:
@@ -119,6 +119,7 @@ def _vision_directory(run: "RunConfig", out: Path | None, overwrite: bool) -> Pa
 def _train_vision(
     run: "RunConfig",
     frames: "np.ndarray",
+    num_files: int,
     problems: list[str],
     steps: int,
     batch: int,
@@ -142,6 +143,6 @@ def _train_vision(
     )
     metrics = tokenizer.metrics
     print(
-        f"{directory}: {len(frames)} frames, psnr {metrics['psnr_db']:.1f} dB on frames set aside, "
-        f"{metrics['codes_used']} of {tokenizer.config.num_embeddings} codes used, fingerprint {tokenizer.fingerprint}"
+        f"{directory}: {len(frames)} frames of {num_files - len(problems)} files, psnr {metrics['psnr_db']:.1f} dB on "
+        f"frames set aside, {metrics['codes_used']} of {tokenizer.config.num_embeddings} codes used, fingerprint {tokenizer.fingerprint}"
     )
