@@ -144,5 +144,6 @@ def _train_vision(
     metrics = tokenizer.metrics
     print(
         f"{directory}: {len(frames)} frames of {num_files - len(problems)} files, psnr {metrics['psnr_db']:.1f} dB on "
-        f"frames set aside, {metrics['codes_used']} of {tokenizer.config.num_embeddings} codes used, fingerprint {tokenizer.fingerprint}"
+        f"frames set aside, {metrics['codes_used']} of {tokenizer.config.num_embeddings} codes used, "
+        f"fingerprint {tokenizer.fingerprint}"
     )
