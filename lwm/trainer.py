@@ -123,6 +123,8 @@ class _Run:
         if start.saved is not None:
             self._continue_from(start.saved)
             self._end_again(start, on_stage_end)
+        else:
+            self.telemetry.rewind(0)  # what a process recorded that was killed before its first save
         first, end = self._range(start, only)
         if self.first_process:
             save_run(self.config)

@@ -147,7 +147,7 @@ def test_two_processes_lose_nothing_to_signals_and_four_go_on(
 
 def test_a_stopped_peer_is_noticed_by_what_is_not_completed(processes: Processes) -> None:
     """One of two processes is frozen by SIGSTOP: the other says where all of its threads are, and exits with 43."""
-    slow = "cluster.heartbeat_seconds=400", "cluster.hang_seconds=20.0"
+    slow = "cluster.heartbeat_seconds=400", "cluster.hang_seconds=30.0", "checkpoint.every_steps=100"
     started = processes.start("frozen", [slow, [*slow, "--at", "3:stop"]])
     try:
         assert started[0].wait(timeout=PATIENCE) == 43
@@ -157,11 +157,10 @@ def test_a_stopped_peer_is_noticed_by_what_is_not_completed(processes: Processes
             process.kill()
             process.wait()
     said = processes.said("frozen")
-    assert "nothing was completed for 20 s after step 3 of stage short; the stacks of all threads" in said
+    assert "nothing was completed for 30 s after step 3 of stage short; the stacks of all threads" in said
     stacks = (processes.place / "frozen" / "hang-process0.txt").read_text()
     assert "_fit" in stacks
     assert "Thread 0x" in stacks
-    assert Checkpoints(processes.place / "frozen" / "checkpoints").steps() == [2]
 
 
 def test_hosts_that_were_started_differently_are_refused(processes: Processes) -> None:

@@ -235,6 +235,8 @@ def test_a_process_that_cannot_read_its_data_saves_what_it_has(
             raise OSError(5, "Input/output error", str(corpus))
         return read(self)
 
+    # A process before this one was killed before its first save: its records must not stay beside those to come.
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 9.0}\n{"step": 2, "train/loss": 9.0}\n')
     with monkeypatch.context() as patched:
         patched.setattr(Batches, "__next__", failing)
         with pytest.raises(ValueError, match="no batch after step 3 of stage short, which is saved: .*Input/output"):
