@@ -60,7 +60,7 @@ class StagePlan:
 
     @property
     def exposed_permutes(self) -> float:
-        """Permutes of one layer (forward, recomputed and backward) behind which nothing computes."""
+        """Permutes of keys, values and their gradients in one layer (all passes) behind which nothing computes."""
         count = sum(each.exposed for each in self.compiled.traffic if each.kind == "collective-permute")
         return count / (self.resolved.model.num_layers * self.resolved.stage.accumulate)
 

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ _REQUEST_ENV = {
 _OUT_OF_MEMORY = re.compile(
     r"(?:Used|HLO temporaries) \(?([\d.]+)([KMGT])\w*\)? (?:of|exceeds available HBM) \(?([\d.]+)([KMGT])\w*"
 )
+# Positions and segments travel beside keys, values and their gradients: permutes below this part of the largest.
+_SMALL = 0.1
 _UNITS = {"K": 2.0**10, "M": 2.0**20, "G": 2.0**30, "T": 2.0**40}
 
 
@@ -204,8 +206,12 @@ def read(
     mesh = [(name, resolved.mesh_sizes[name]) for name in _axis_names()]
     links = _links(devices, where, [name for name, _ in mesh])
     traffic: dict[tuple[str, str], Traffic] = {}
-    for transfer in schedule.transfers(module, mesh):
+    found = schedule.transfers(module, mesh)
+    largest = max((each.num_bytes for each in found if each.kind == "collective-permute"), default=0.0)
+    for transfer in found:
         one = _traffic(module, transfer, cost, links(transfer.axes), where)
+        if one.kind == "collective-permute" and transfer.num_bytes < _SMALL * largest:
+            one = replace(one, kind="small permute")
         before = traffic.get((one.kind, one.axes))
         traffic[one.kind, one.axes] = one if before is None else _added(before, one)
     return Compiled(

@@ -4,10 +4,11 @@
                 mask lets them see. Where the compiler gives no estimate (CPU, kernels of our own): FLOPs executed /
                 (peak x the efficiency that `ring.cost` assumes).
     exposed     what a transfer takes beyond what is computed between its start and its done
-    step        compute + exposed
+    step        compute + exposed, at least the roofline
     roofline    the slowest of FLOPs executed / peak, bytes / link and bytes / memory: no schedule can be faster
 
-A permute moves its bytes over one link, times the links between ring neighbours; gathers and reductions use both links
+A permute moves its bytes over one link, twice as slowly where some neighbours of the ring are several links apart and
+share them; gathers and reductions use both links
 of every torus dimension that their group spans; an all-to-all of n devices moves n / 4 times its bytes (half the ring).
 """
 
@@ -123,7 +124,7 @@ def transfer_seconds(kind: str, num_bytes: float, link: Link, generation: Genera
     if kind == "host-copy":
         return num_bytes / HOST_BANDWIDTH
     if kind == "collective-permute":
-        return num_bytes * max(link.hops, 1) / one
+        return num_bytes * min(max(link.hops, 1), 2) / one
     if kind == "all-to-all":
         return num_bytes * max(link.size / 4, 1) / (2 * one)
     links = min(2 * max(link.dims, 1), generation.chip.links)
@@ -179,9 +180,10 @@ def predict(
     done = work(resolved, num_devices)
     peak = generation.chip.flops
     compute = compute_seconds or done.executed / (peak * generation.chip.efficiency)
-    step = compute + exposed_seconds
     memory = memory_bytes(resolved, local_parameters) / generation.chip.hbm_bandwidth
     roofline = max(done.executed / peak, link_seconds, memory)
+    # Transfers that hide behind the same computation still share the links.
+    step = max(compute + exposed_seconds, roofline)
     stage = resolved.stage
     return Prediction(
         compute_seconds=compute,
