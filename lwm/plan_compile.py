@@ -247,7 +247,10 @@ def _devices(where: Topology) -> Any:
 
 def _memory(analysis: Any, where: Topology) -> Memory:
     peak = analysis.peak_memory_in_bytes
-    if not where.is_tpu:  # the CPU's peak leaves the temporaries out
+    host = analysis.host_temp_size_in_bytes + analysis.host_argument_size_in_bytes
+    # The CPU's peak leaves the temporaries out; a TPU program with arrays in the host's memory gives the peak of the
+    # fuller of the two memories.
+    if not where.is_tpu or host:
         outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
         peak = analysis.argument_size_in_bytes + outputs + analysis.temp_size_in_bytes
     return Memory(
@@ -256,7 +259,7 @@ def _memory(analysis: Any, where: Topology) -> Memory:
         outputs=analysis.output_size_in_bytes,
         temporaries=analysis.temp_size_in_bytes,
         aliased=analysis.alias_size_in_bytes,
-        host=analysis.host_temp_size_in_bytes + analysis.host_argument_size_in_bytes,
+        host=host,
     )
 
 
