@@ -5,6 +5,7 @@ Processes are spawned, never forked: neither PyAV nor decord survives a fork, no
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -49,8 +50,8 @@ def ordered_map(
     pool = _Pool(function, workers)
     try:
         while True:
-            while len(waiting) < _TASKS_PER_WORKER * workers and (task := next(remaining, _END)) is not _END:
-                waiting.append((task, pool.submit(task)))  # type: ignore[arg-type]  # _END is no task
+            for task in itertools.islice(remaining, _TASKS_PER_WORKER * workers - len(waiting)):
+                waiting.append((task, pool.submit(task)))
             if not waiting:
                 return
             task, future = waiting.popleft()
@@ -67,9 +68,6 @@ def ordered_map(
             yield result
     finally:
         pool.close()
-
-
-_END: Any = object()
 
 
 class _Pool:

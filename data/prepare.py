@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,8 +33,8 @@ from data.text import TextError, TextTokenizer
 from data.video import Frames, VideoError, read_frames, seconds_of
 from data.vocabulary import Vocabulary
 
-LongVideo = Literal["spread", "first", "split"]
-LongText = Literal["split", "crop"]
+LONG_VIDEO = ("spread", "first", "split")
+LONG_TEXT = ("split", "crop")
 Item = TokenizedExample | BadExample
 
 _GROUP_RECORDS, _GROUP_CHARACTERS = 64, 1 << 18
@@ -55,9 +55,9 @@ class Limits:
 
     fps: float = 1.0
     max_frames: int | None = None
-    long_video: LongVideo = "spread"
+    long_video: str = "spread"
     max_tokens: int | None = None
-    long_text: LongText = "split"
+    long_text: str = "split"
 
     def __post_init__(self) -> None:
         if not self.fps > 0:
@@ -66,9 +66,9 @@ class Limits:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} is {value}; it must be at least {least}, or left out")
-        for name, kind in (("long_video", LongVideo), ("long_text", LongText)):
-            if getattr(self, name) not in get_args(kind):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(kind))}")
+        for name, known in (("long_video", LONG_VIDEO), ("long_text", LONG_TEXT)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
 
 
 @dataclass(frozen=True, eq=False)

@@ -270,7 +270,11 @@ def _steps(step: str) -> set[str]:
 def _families(text: str | None, known: Sequence[Kind]) -> list[Kind]:
     if text is None:
         return []
-    return list(known) if text == "all" else text.split(",")  # type: ignore[return-value]  # checked where they are built
+    names = {str(name): name for name in known}
+    chosen = list(names) if text == "all" else text.split(",")
+    if unknown := [name for name in chosen if name not in names]:
+        raise ValueError(f"there is no family {unknown[0]!r}; choose of {', '.join(known)}")
+    return [names[name] for name in chosen]
 
 
 def _either(first: Reader, second: Reader) -> Reader:

@@ -7,6 +7,7 @@ from its position and the row's length. Nothing in the cache ever moves.
 Legend: L layers, B batch, C slots, T tokens of a chunk, G key/value heads, D head dim, E features, V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from jax.sharding import NamedSharding
 import ring
 from lwm import model, sharding
 from lwm.config import ModelConfig
-from lwm.model import Compute
+from lwm.model import Compute, Rotation
 from lwm.sharding import AnyMesh, Params
 
 # A device keeps a whole copy of the weights (but for tp) up to this size, so that a new token gathers none of them.
@@ -92,7 +93,7 @@ def cache_shardings(mesh: AnyMesh) -> Any:
     """Where the arrays of a `Cache` lie, as one."""
     sizes = sharding.mesh_sizes(mesh)
     slots = NamedSharding(mesh, sharding.spec_for((None, "batch", "sequence", "kv_heads", None), sizes))
-    return Cache(slots, slots, NamedSharding(mesh, sharding.spec_for(("batch",), sizes)))  # type: ignore[arg-type]  # a Cache of shardings
+    return Cache._make((slots, slots, NamedSharding(mesh, sharding.spec_for(("batch",), sizes))))
 
 
 def prefill(
@@ -135,10 +136,10 @@ def prefill(
 
 def shapes(config: ModelConfig, compute: Compute, rows: int, num_slots: int) -> Cache:
     """A cache of `rows` rows as ShapeDtypeStructs, with their shardings on a mesh."""
-    where = Cache(None, None, None) if compute.mesh is None else cache_shardings(compute.mesh)  # type: ignore[arg-type]
+    where = Cache._make([None] * 3) if compute.mesh is None else cache_shardings(compute.mesh)
     size = (config.num_layers, rows, num_slots, config.num_kv_heads, config.head_dim)
     slots = jax.ShapeDtypeStruct(size, compute.dtype, sharding=where.keys_LBCGD)
-    return Cache(slots, slots, jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=where.lengths_B))  # type: ignore[arg-type]
+    return Cache._make((slots, slots, jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=where.lengths_B)))
 
 
 def empty(config: ModelConfig, compute: Compute, rows: int, num_slots: int) -> Cache:
@@ -182,30 +183,20 @@ def extend(
     )
     rotation = model.rotation(config, positions_BT)
 
-    def layer(carry: _Carry, weights: Params) -> tuple[_Carry, None]:
-        x_BTE, keys_LBCGD, values_LBCGD, index = carry
-
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-            keys = ring.decode.append(keys_LBCGD, k, slots_BT, plan=plan, heads=True, layer=index)
-            values = ring.decode.append(values_LBCGD, v, slots_BT, plan=plan, heads=True, layer=index)
-            out = ring.decode.chunk_attention(
-                q,
-                keys[index],
-                values[index],
-                positions=positions_BT,
-                segment_ids=segments_BT,
-                cache_positions=positions_BC,
-                cache_segment_ids=filled_BC,
-                plan=plan,
-            )
-            return out, (keys, values)
-
-        x_BTE, (keys, values) = model.block(config, weights, x_BTE, rotation, attend, compute)
-        return (x_BTE, keys, values, index + 1), None
+    def attend(q: jax.Array, keys_BCGD: jax.Array, values_BCGD: jax.Array) -> jax.Array:
+        return ring.decode.chunk_attention(
+            q,
+            keys_BCGD,
+            values_BCGD,
+            positions=positions_BT,
+            segment_ids=segments_BT,
+            cache_positions=positions_BC,
+            cache_segment_ids=filled_BC,
+            plan=plan,
+        )
 
     x_BTE = _embed(config, params, tokens_BT, compute, replicated)
-    begin = (x_BTE, cache.keys_LBCGD, cache.values_LBCGD, jnp.zeros((), jnp.int32))
-    (x_BTE, keys, values, _), _ = jax.lax.scan(layer, begin, params["layers"])
+    x_BTE, keys, values = _through_layers(config, params, x_BTE, rotation, slots_BT, cache, attend, compute)
     last_BT = offsets_T == counts_B[:, None] - 1
     x_B1E = jnp.sum(jnp.where(last_BT[..., None], x_BTE, 0), axis=1, keepdims=True)
     fresh_BV = _next_logits(config, params, x_B1E, _decoding(compute))
@@ -236,31 +227,53 @@ def step(
     filled_BC = (positions_BC <= position_B1).astype(jnp.int32)
     rotation = model.rotation(config, position_B1)
 
-    def layer(carry: _Carry, weights: Params) -> tuple[_Carry, None]:
-        x_B1E, keys_LBCGD, values_LBCGD, index = carry
-
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-            keys = ring.decode.append(keys_LBCGD, k, slot_B1, plan=plan, heads=True, layer=index)
-            values = ring.decode.append(values_LBCGD, v, slot_B1, plan=plan, heads=True, layer=index)
-            out = ring.decode.decode_attention(
-                q,
-                keys[index],
-                values[index],
-                positions=position_B1,
-                cache_positions=positions_BC,
-                cache_segment_ids=filled_BC,
-                plan=plan,
-            )
-            return out, (keys, values)
-
-        x_B1E, (keys, values) = model.block(config, weights, x_B1E, rotation, attend, one)
-        return (x_B1E, keys, values, index + 1), None
+    def attend(q: jax.Array, keys_BCGD: jax.Array, values_BCGD: jax.Array) -> jax.Array:
+        return ring.decode.decode_attention(
+            q,
+            keys_BCGD,
+            values_BCGD,
+            positions=position_B1,
+            cache_positions=positions_BC,
+            cache_segment_ids=filled_BC,
+            plan=plan,
+        )
 
     x_B1E = _embed(config, params, token_B[:, None], one, replicated)
-    begin = (x_B1E, cache.keys_LBCGD, cache.values_LBCGD, jnp.zeros((), jnp.int32))
-    (x_B1E, keys, values, _), _ = jax.lax.scan(layer, begin, params["layers"])
+    x_B1E, keys, values = _through_layers(config, params, x_B1E, rotation, slot_B1, cache, attend, one)
     lengths_B = cache.lengths_B + active_B.astype(jnp.int32)
     return _next_logits(config, params, x_B1E, one), Cache(keys, values, lengths_B)
+
+
+def _through_layers(
+    config: ModelConfig,
+    params: Params,
+    x_BTE: jax.Array,
+    rotation: Rotation,
+    slots_BT: jax.Array,
+    cache: Cache,
+    attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    compute: Compute,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """New tokens through all layers: each writes their keys and values to `slots_BT`, then lets them attend.
+
+    Returns what they come to, and the keys and values of all layers.
+    """
+    plan = plan_of(compute)
+
+    def layer(carry: _Carry, weights: Params) -> tuple[_Carry, None]:
+        x_BTE, keys_LBCGD, values_LBCGD, index = carry
+
+        def write_and_attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+            keys = ring.decode.append(keys_LBCGD, k, slots_BT, plan=plan, heads=True, layer=index)
+            values = ring.decode.append(values_LBCGD, v, slots_BT, plan=plan, heads=True, layer=index)
+            return attend(q, keys[index], values[index]), (keys, values)
+
+        x_BTE, (keys, values) = model.block(config, weights, x_BTE, rotation, write_and_attend, compute)
+        return (x_BTE, keys, values, index + 1), None
+
+    begin = (x_BTE, cache.keys_LBCGD, cache.values_LBCGD, jnp.zeros((), jnp.int32))
+    (x_BTE, keys, values, _), _ = jax.lax.scan(layer, begin, params["layers"])
+    return x_BTE, keys, values
 
 
 def _decoding(compute: Compute) -> Compute:

@@ -1,9 +1,10 @@
 """The commands that use a trained model: `lwm ask` and `lwm generate`. Heavy imports are inside them."""
 
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +17,9 @@ from lwm.options import (
     SeedOption,
     SystemOption,
 )
+
+if TYPE_CHECKING:
+    from lwm.prompts import Writer
 
 
 def ask(
@@ -52,6 +56,8 @@ def ask(
         raise ValueError(f"give one of --video, --image and --text; there are {len(about)}")
     from data.examples import SYSTEM
     from lwm import prompts
+
+    prompts.check_order(order)
     from lwm.serving import open_run
     from lwm.telemetry import Progress
 
@@ -86,11 +92,15 @@ def ask(
             top_p=top_p,
             seed=seed,
             reuse=True,
-            on_tokens=lambda _, new, writer=writer: writer.add(new),  # type: ignore[misc]  # bound to this writer
+            on_tokens=functools.partial(_write, writer),
         )
         writer.end()
         talk.answered(ids)
         print(run.sampler.usage, file=sys.stderr)
+
+
+def _write(writer: "Writer", _: int, new: list[int]) -> None:
+    writer.add(new)
 
 
 def _typed() -> Iterator[str]:

@@ -112,7 +112,7 @@ def build(
         print(f"{source}: {opened.without_caption} of {opened.total} files have no caption: learned without words")
     vision = vision_tokenizer_of(run) if opened.has_media else None
     longest = _longest(run, stage, max_tokens)
-    limits = Limits(fps, max_frames, long_video, longest, long_text)  # type: ignore[arg-type]  # checked there
+    limits = Limits(fps, max_frames, long_video, longest, long_text)
     options = BuildOptions(
         limits, chunk_tokens, _processes(processes, opened.total, opened.has_media), max_bad, overwrite
     )

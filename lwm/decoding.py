@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from data.vocabulary import Vocabulary
 from lwm import cache as caching
@@ -56,8 +57,8 @@ def _rounded(count: int, least: int) -> int:
 class Request(NamedTuple):
     """What a batch is asked for, beside its prompts: int32 [B] `limits_B` and `indices_B`, and scalars."""
 
-    limits_B: jax.Array
-    indices_B: jax.Array
+    limits_B: jax.Array | np.ndarray
+    indices_B: jax.Array | np.ndarray
     stop: jax.Array
     key: jax.Array
     settings: Settings

@@ -9,6 +9,7 @@ import numpy as np
 from data.corpus import Corpus
 from data.examples import untokenize
 from data.mixture import Mixture
+from data.packing import Packing
 from data.text import TextTokenizer
 from lwm import media
 from lwm.config import RunConfig
@@ -53,18 +54,18 @@ def packing(corpus: Corpus, config: RunConfig) -> Iterator[str]:
     lengths = np.asarray(corpus.lengths)
     for seq_len in dict.fromkeys(stage.seq_len for stage in config.stages):
         stages = [stage.name for stage in config.stages if stage.seq_len == seq_len]
-        fill = {packing: _fill(corpus, seq_len, packing) for packing in ("masked", "pad")}
+        masked, padded = _fill(corpus, seq_len, "masked"), _fill(corpus, seq_len, "pad")
         longer = int((lengths > seq_len).sum())
         yield (
-            f"rows of {seq_len} (stage {', '.join(stages)}): masked {fill['masked']:.2%} full, one example a row "
-            f"{fill['pad']:.2%}; {longer} examples are longer and are cut"
+            f"rows of {seq_len} (stage {', '.join(stages)}): masked {masked:.2%} full, one example a row "
+            f"{padded:.2%}; {longer} examples are longer and are cut"
         )
 
 
-def _fill(corpus: Corpus, seq_len: int, packing: str) -> float:
+def _fill(corpus: Corpus, seq_len: int, packing: Packing) -> float:
     name = corpus.name
     lengths, identity = {name: np.asarray(corpus.lengths)}, {name: corpus.fingerprint}
-    plan = Mixture(lengths, identity, {name: 1.0}, seq_len=seq_len, seed=0, packing=packing)  # type: ignore[arg-type]
+    plan = Mixture(lengths, identity, {name: 1.0}, seq_len=seq_len, seed=0, packing=packing)
     count = min(_MOST_ROWS, plan.rows_per_window * 8)
     return float(plan.rows(0, count).length.sum() / (count * seq_len))
 

@@ -13,6 +13,8 @@ import typer
 from lwm.options import OverridesArgument
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from lwm.config import RunConfig, StageConfig
     from lwm.plan import StagePlan
     from lwm.topology import Topology
@@ -74,7 +76,7 @@ def plan(
         raise ValueError("; ".join(planning.verdict(each) for each in failed))
 
 
-def _console():  # type: ignore[no-untyped-def]  # rich is imported late
+def _console() -> "Console":
     from rich.console import Console
 
     return Console(file=sys.stdout, width=None if sys.stdout.isatty() else 240)

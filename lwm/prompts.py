@@ -17,6 +17,12 @@ _FRAMES_AT_ONCE = 64
 ORDERS = ("question-first", "media-first")
 
 
+def check_order(order: str) -> None:
+    """ValueError for an order of question and media that there is not."""
+    if order not in ORDERS:
+        raise ValueError(f"order is {order!r}; choose one of {', '.join(ORDERS)}")
+
+
 def look(
     path: str | Path,
     vision: VisionTokenizer,
@@ -103,8 +109,7 @@ class MediaTalk:
         system: str = SYSTEM,
         order: str = "question-first",
     ):
-        if order not in ORDERS:
-            raise ValueError(f"order is {order!r}; choose one of {', '.join(ORDERS)}")
+        check_order(order)
         self.media, self.tokenizer, self.vocabulary, self.system, self.order = (
             media, tokenizer, vocabulary, system, order
         )  # fmt: skip
@@ -165,8 +170,7 @@ def ask_about_media(
     order: "question-first" is `data.examples.question`; "media-first" puts the media before everything else, as needle
     questions do.
     """
-    if order not in ORDERS:
-        raise ValueError(f"order is {order!r}; choose one of {', '.join(ORDERS)}")
+    check_order(order)
     example = question(media, asked, "?", system=system)
     if order == "media-first":
         turn = chat([(asked, "?")], system=system).spans

@@ -244,8 +244,8 @@ class Sampler:
                 limits = np.repeat(limits.reshape(-1, 2).min(axis=1), 2)
             report = None if on_tokens is None else partial(_report, on_tokens, first, rows_per_prompt)
             request = Request(
-                limits.astype(np.int32),  # type: ignore[arg-type]  # placed on the mesh later
-                indices.astype(np.int32),  # type: ignore[arg-type]
+                limits.astype(np.int32),
+                indices.astype(np.int32),
                 jnp.asarray(-1 if stop_id is None else stop_id, jnp.int32),
                 jax.random.key(seed),
                 settings,

@@ -11,6 +11,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 from urllib.parse import urlparse
@@ -142,7 +143,7 @@ class TensorBoardTracker:
         """Write the numbers among the metrics of a global step."""
         numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
         for name, value in numbers.items():
-            self._try(lambda name=name, value=value: self._writer.add_scalar(name, value, step))  # type: ignore[misc]
+            self._try(partial(self._writer.add_scalar, name, value, step))
 
     def image(self, name: str, path: Path, step: int, caption: str) -> None:
         """Write a picture."""

@@ -68,10 +68,11 @@ class VisionTokenizer:
             "config": self.config.model_dump(mode="json"),
             "metrics": self.metrics,
         }
+        arrays: dict[str, Any] = {name.replace("/", "."): array for name, array in self._arrays.items()}
         try:
             partial.mkdir()
             with open(partial / PARAMS_FILE, "wb") as file:
-                np.savez(file, **{name.replace("/", "."): array for name, array in self._arrays.items()})  # type: ignore[arg-type]  # names are not allow_pickle
+                np.savez(file, **arrays)
                 _sync(file)
             with open(partial / INFO_FILE, "w", encoding="utf-8") as text:
                 json.dump(info, text, indent=1)

@@ -293,7 +293,7 @@ def _on_all(
 
 
 def _in_batches(
-    function: Callable[[VQGANConfig, Params, jax.Array], jax.Array],
+    function: Callable[[VQGANConfig, Params, Any], jax.Array],
     config: VQGANConfig,
     params: Params,
     rows: np.ndarray,
@@ -307,7 +307,7 @@ def _in_batches(
         devices = local[:1] if local[0].platform == "cpu" else local
     used = min(len(devices), -(-len(rows) // batch))
     if used <= 1 and devices[0] == jax.local_devices()[0]:
-        run: Callable[[jax.Array], jax.Array] = partial(function, config, params)
+        run: Callable[[np.ndarray], jax.Array] = partial(function, config, params)
     else:
         program, everywhere, by_row = _on_all(function, config, tuple(devices[:used]))
         placed = jax.device_put(params, everywhere)
@@ -315,7 +315,7 @@ def _in_batches(
     done: list[np.ndarray] = []
     waiting: deque[jax.Array] = deque()
     for part in batches(rows, batch * used):
-        waiting.append(run(part))  # type: ignore[arg-type]  # numpy arrays are placed by jit
+        waiting.append(run(part))
         if len(waiting) > _UNDER_WAY:
             done.append(np.asarray(waiting.popleft()))
     return np.concatenate([*done, *map(np.asarray, waiting)])[: len(rows)]

@@ -9,6 +9,7 @@ from lwm.options import CheckpointOption
 
 if TYPE_CHECKING:
     from lwm.config import ModelConfig, RunConfig
+    from lwm.telemetry import Progress
 
 import_app = typer.Typer(help="Read other programs' weights.", no_args_is_help=True, rich_markup_mode=None)
 export_app = typer.Typer(help="Write weights for other programs.", no_args_is_help=True, rich_markup_mode=None)
@@ -90,7 +91,7 @@ def export_hf(
     print(f"{out}: {_told(config)}, {dtype}")
 
 
-def _progress(title: str, config: "ModelConfig"):  # type: ignore[no-untyped-def]  # a Progress, imported late
+def _progress(title: str, config: "ModelConfig") -> "Progress":
     from lwm.sharding import parameter_table
     from lwm.telemetry import Progress
 

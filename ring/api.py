@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -131,8 +132,8 @@ class _Inside:
     def forward(self, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, meta: Meta) -> tuple:
         return local.forward(self.spec, q, k, v, sinks, meta)
 
-    def backward(self, *arguments: object) -> tuple:
-        return local.backward(self.spec, *arguments)  # type: ignore[arg-type]  # the arrays of the residual, in order
+    def backward(self, *arguments: Any) -> tuple:
+        return local.backward(self.spec, *arguments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,8 +157,8 @@ class _Sharded:
         plan = self.plan
         replicated = plan.axes("batch") + plan.sequence_axes
 
-        def run(*arguments: jax.Array) -> tuple:
-            *cotangents, dsinks = local.backward(self.spec, *arguments)  # type: ignore[arg-type]  # as in _Inside
+        def run(*arguments: Any) -> tuple:
+            *cotangents, dsinks = local.backward(self.spec, *arguments)
             if dsinks is not None and replicated:
                 dsinks = jax.lax.psum(dsinks, replicated)
             return *cotangents, dsinks

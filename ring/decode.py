@@ -203,7 +203,8 @@ def _chunk_local(
     axes = plan.sequence_axes
     if axes:
         q = lax.all_gather(q, axes, axis=1, tiled=True)
-        fresh = tuple(lax.all_gather(jnp.stack(fresh), axes, axis=2, tiled=True))  # type: ignore[assignment]  # of two
+        everywhere = lax.all_gather(jnp.stack(fresh), axes, axis=2, tiled=True)
+        fresh = everywhere[0], everywhere[1]
     length, dim = q.shape[1], q.shape[3]
     slots = k.shape[1]
     kernel = Kernel(

@@ -19,6 +19,12 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import jax
+    from jax.sharding import Mesh
 
 TOPOLOGIES = {
     "v4": ("v4:2x2x1", {"chip_config_name": "megacore"}),
@@ -102,7 +108,7 @@ def compiled_memory(arguments: argparse.Namespace) -> dict[str, int]:
     return {"temp": stats.temp_size_in_bytes, "peak": stats.peak_memory_in_bytes}
 
 
-def ring_attention(mesh):  # type: ignore[no-untyped-def]
+def ring_attention(mesh: Mesh) -> Callable[..., jax.Array]:
     """Attention of [1, S, H, D] arrays by ring's kernel; positions are data."""
     import ring
 
@@ -110,7 +116,7 @@ def ring_attention(mesh):  # type: ignore[no-untyped-def]
     return lambda q, k, v, positions: ring.attention(q, k, v, positions=positions, plan=plan)
 
 
-def splash_attention(device_kind: str, length: int, heads: int, dim: int):  # type: ignore[no-untyped-def]
+def splash_attention(device_kind: str, length: int, heads: int, dim: int) -> Callable[..., jax.Array]:
     """The same by splash, whose mask is built on the host, with the blocks that ring would take."""
     import jax
     import jax.numpy as jnp

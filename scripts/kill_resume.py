@@ -22,17 +22,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "lwm")]
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import numpy as np  # noqa: E402
+import numpy as np
 
-from data.build import build_corpus  # noqa: E402
-from data.examples import TokenizedExample  # noqa: E402
-from data.vocabulary import Vocabulary  # noqa: E402
-from lwm.checkpoint import Checkpoints, read_manifest  # noqa: E402
-from lwm.telemetry import Progress, read_metrics  # noqa: E402
+from data.build import build_corpus
+from data.examples import TokenizedExample
+from data.vocabulary import Vocabulary
+from lwm.checkpoint import Checkpoints, read_manifest
+from lwm.telemetry import Progress, read_metrics
+
+ROOT = Path(__file__).resolve().parents[1]
 
 # What may differ between two runs that took the same steps.
 _CLOCKS = ("seconds", "unix_time", "counters", "wandb_id", "git", "compilations")

@@ -15,14 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lwm.config import load_config
+from lwm.plan import StagePlan, format_seconds, plan_stage
+from lwm.plan_compile import compile_elsewhere
+from lwm.topology import parse
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from lwm.config import load_config  # noqa: E402
-from lwm.plan import StagePlan, format_seconds, plan_stage  # noqa: E402
-from lwm.plan_compile import compile_elsewhere  # noqa: E402
-from lwm.topology import parse  # noqa: E402
-
 RESULTS = ROOT / "docs" / "plan" / "headlines.json"
 BEGIN, END = "<!-- headlines: scripts/plan_headlines.py -->", "<!-- end of headlines -->"
 _GB = 1e9

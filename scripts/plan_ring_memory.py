@@ -11,13 +11,9 @@ import argparse
 import json
 import os
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from lwm.plan_compile import child_environment  # noqa: E402
-from lwm.topology import Topology, parse  # noqa: E402
+from lwm.plan_compile import child_environment
+from lwm.topology import Topology, parse
 
 SLICES = {8: "v4:2x2x2", 64: "v4:4x4x4", 512: "v4:8x8x8", 1024: "v4:8x8x16"}
 

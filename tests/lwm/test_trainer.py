@@ -10,10 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from data.build import build_corpus
-from data.examples import TokenizedExample
 from data.loader import Batches
-from data.vocabulary import Vocabulary
 from lwm import checkpoint, model, stages, trainer
 from lwm.config import RunConfig
 from lwm.lifecycle import NonFiniteLoss, Preempted, StopSignal
@@ -22,23 +19,11 @@ from lwm.step import abstract_state
 from lwm.telemetry import Telemetry, read_metrics
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
-VOCABULARY = Vocabulary(text_size=32, num_codes=14, vision_size=16)
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Forty short examples: counting upwards in text, and in vision after a text prefix."""
-    directory = tmp_path_factory.mktemp("corpus") / "tiny"
-    rng = np.random.default_rng(0)
-
-    def example(number: int) -> TokenizedExample:
-        text = (int(rng.integers(32)) + np.arange(int(rng.integers(6, 20)))) % 32
-        vision = 32 + (int(rng.integers(14)) + np.arange(9)) % 14
-        tokens = np.concatenate([text, vision]) if number % 2 else text
-        return TokenizedExample(tokens.astype(np.int32), np.arange(tokens.size) >= 4, str(number), "test")
-
-    build_corpus(directory, "tiny", map(example, range(40)), vocabulary=VOCABULARY, input_fingerprint="test")
-    return directory
+def corpus(tiny_corpus: Path) -> Path:
+    return tiny_corpus
 
 
 def stage(name: str, **changes: Any) -> dict[str, Any]:
