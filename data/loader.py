@@ -140,7 +140,8 @@ class Loader:
     def batch(self, step: int) -> Batch:
         """This process's part of the global batch of `step`, 0 being the first.
 
-        Returns tokens, targets, positions, segment_ids int32 and loss_weights float32, each [rows, columns].
+        Returns tokens, targets, positions, segment_ids, sources (which of `names`; 0 in unused slots) int32 and
+        loss_weights float32, each [rows, columns].
         """
         plan = self.plan(step)
         scale = self._scale(plan)

@@ -256,14 +256,16 @@ def fill(
     """The arrays of these rows, each [B, S], before any permutation of the slots.
 
     examples: the example of each piece of `rows`, in order. scale: float64 [P, M], the weight of one learned target of
-    each piece by modality (`piece_scale`). Returns tokens, targets, positions, segment_ids int32 and loss_weights
-    float32; unused slots are 0 in all of them. `concat` makes one segment of a row, positions counting through it;
-    the other modes start a segment per piece, positions counting from the piece's offset in its example.
+    each piece by modality (`piece_scale`). Returns tokens, targets, positions, segment_ids, sources (the number of the
+    slot's corpus) int32 and loss_weights float32; unused slots are 0 in all of them. `concat` makes one segment of a
+    row, positions counting through it; the other modes start a segment per piece, positions counting from the piece's
+    offset in its example.
     """
     num_rows, length = len(rows), rows.length
     total = int(length.sum())
     shape = (num_rows, seq_len)
-    batch: Batch = {name: np.zeros(shape, np.int32) for name in ("tokens", "targets", "positions", "segment_ids")}
+    names = ("tokens", "targets", "positions", "segment_ids", "sources")
+    batch: Batch = {name: np.zeros(shape, np.int32) for name in names}
     batch["loss_weights"] = np.zeros(shape, np.float32)
     if total == 0:
         return batch
@@ -287,6 +289,7 @@ def fill(
     else:
         batch["positions"].reshape(-1)[column] = slot + (rows.start - before)[piece]
         batch["segment_ids"].reshape(-1)[column] = (np.arange(length.size) - rows.offsets[row_of] + 1)[piece]
+    batch["sources"].reshape(-1)[column] = rows.corpus[piece]
     weights = scale.reshape(-1)[piece * 2 + (targets >= text_size)]
     batch["loss_weights"].reshape(-1)[column] = np.where(learn, weights, 0.0)
     return batch

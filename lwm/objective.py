@@ -1,7 +1,7 @@
 """Cross-entropy in chunks, each target under the softmax of its own modality.
 
 Legend: B batch, S sequence, N tokens of one device, C tokens of one chunk, E features, V one modality's vocabulary,
-M modalities.
+M modalities, K sources.
 
 Logits exist for one chunk at a time and only for learned targets: each device sorts its own tokens by the modality of
 their target and walks through the text ones with the text head, then through the vision ones with the vision head.
@@ -37,10 +37,10 @@ _TOKENS: Axes = ("batch", "sequence")
 
 
 class Tally(NamedTuple):
-    """Sums over the learned targets of the global batch, one entry per modality; float32 [M].
+    """Sums over the learned targets of the global batch by modality and source; float32 [M, K].
 
     `loss` is the part of sum(weight * nll), `nll` the unweighted sum, `targets` their number, `correct` those whose
-    logit is the largest of their modality.
+    logit is the largest of their modality. A source is a corpus of the mixture, in the order of their names.
     """
 
     loss: jax.Array
@@ -57,33 +57,39 @@ def loss(
     segment_ids_BS: jax.Array,
     targets_BS: jax.Array,
     loss_weights_BS: jax.Array,
+    sources_BS: jax.Array | None = None,
     *,
     compute: model.Compute,
     chunk: int | None = None,
+    num_sources: int = 1,
 ) -> tuple[jax.Array, Tally]:
     """(sum(weight * nll), Tally) of a packed batch; float32. Targets of weight 0 are not looked at.
 
     `chunk`: learned targets of one device whose logits exist at once (None: as many as it has tokens).
+    `sources_BS`: int32, which of `num_sources` a target comes from (None: all from one).
     """
     x_BSE = model.hidden(config, params, tokens_BS, positions_BS, segment_ids_BS, compute)
     heads = tuple(model.heads(config, params).values())
-    return cross_entropy(chunk, compute.mesh, x_BSE, targets_BS, loss_weights_BS, heads)
+    sources_BS = jnp.zeros_like(targets_BS) if sources_BS is None else sources_BS
+    return cross_entropy(chunk, num_sources, compute.mesh, x_BSE, targets_BS, loss_weights_BS, sources_BS, heads)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def cross_entropy(
     chunk: int | None,
+    num_sources: int,
     mesh: AnyMesh | None,
     x_BSE: jax.Array,
     targets_BS: jax.Array,
     weights_BS: jax.Array,
+    sources_BS: jax.Array,
     heads: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, Tally]:
     """(sum(weight * nll), Tally) of hidden states under the [E, V] `heads`, whose ids follow one another.
 
     nll is -log softmax over the target's own head. Differentiable in `x_BSE` and `heads`, through the sum alone.
     """
-    tally, _, _ = _walk(chunk, mesh, False, x_BSE, targets_BS, weights_BS, heads)
+    tally, _, _ = _walk(chunk, num_sources, mesh, False, x_BSE, targets_BS, weights_BS, sources_BS, heads)
     return jnp.sum(tally.loss), tally
 
 
@@ -92,23 +98,26 @@ _Saved = tuple[jax.Array, tuple[jax.Array, ...]]
 
 def _forward(
     chunk: int | None,
+    num_sources: int,
     mesh: AnyMesh | None,
     x_BSE: jax.Array,
     targets_BS: jax.Array,
     weights_BS: jax.Array,
+    sources_BS: jax.Array,
     heads: tuple[jax.Array, ...],
 ) -> tuple[tuple[jax.Array, Tally], _Saved]:
-    tally, dx_BSE, dheads = _walk(chunk, mesh, True, x_BSE, targets_BS, weights_BS, heads)
+    tally, dx_BSE, dheads = _walk(chunk, num_sources, mesh, True, x_BSE, targets_BS, weights_BS, sources_BS, heads)
     dheads = tuple(gradient.astype(head.dtype) for gradient, head in zip(dheads, heads, strict=True))
     return (jnp.sum(tally.loss), tally), (dx_BSE, dheads)
 
 
 def _backward(
-    chunk: int | None, mesh: AnyMesh | None, saved: _Saved, cotangents: tuple[jax.Array, Tally]
-) -> tuple[jax.Array, None, None, tuple[jax.Array, ...]]:
+    chunk: int | None, num_sources: int, mesh: AnyMesh | None, saved: _Saved, cotangents: tuple[jax.Array, Tally]
+) -> tuple[jax.Array, None, None, None, tuple[jax.Array, ...]]:
     dx_BSE, dheads = saved
     dloss, _ = cotangents
-    return dx_BSE * dloss.astype(dx_BSE.dtype), None, None, tuple(each * dloss.astype(each.dtype) for each in dheads)
+    dheads = tuple(each * dloss.astype(each.dtype) for each in dheads)
+    return dx_BSE * dloss.astype(dx_BSE.dtype), None, None, None, dheads
 
 
 cross_entropy.defvjp(_forward, _backward)
@@ -116,11 +125,13 @@ cross_entropy.defvjp(_forward, _backward)
 
 def _walk(
     chunk: int | None,
+    num_sources: int,
     mesh: AnyMesh | None,
     with_gradients: bool,
     x_BSE: jax.Array,
     targets_BS: jax.Array,
     weights_BS: jax.Array,
+    sources_BS: jax.Array,
     heads: tuple[jax.Array, ...],
 ) -> tuple[Tally, jax.Array, tuple[jax.Array, ...]]:
     """Tally, and (without `with_gradients`: zeros) the gradients of the loss in x (x's dtype) and heads (float32)."""
@@ -129,37 +140,45 @@ def _walk(
     everyone = axis_names((*BATCH_AXES, *SEQUENCE_AXES), sizes)
     first_ids = [sum(head.shape[1] for head in heads[:i]) for i in range(len(heads))]
 
-    def local(x_BSE: jax.Array, targets_BS: jax.Array, weights_BS: jax.Array, heads: Sequence[jax.Array]) -> Any:
+    def local(
+        x_BSE: jax.Array,
+        targets_BS: jax.Array,
+        weights_BS: jax.Array,
+        sources_BS: jax.Array,
+        heads: Sequence[jax.Array],
+    ) -> Any:
         x_NE = x_BSE.reshape(-1, x_BSE.shape[-1])
-        targets_N, weights_N = jnp.asarray(targets_BS).reshape(-1), jnp.asarray(weights_BS).reshape(-1)
+        targets_N, weights_N, sources_N = (jnp.asarray(a).reshape(-1) for a in (targets_BS, weights_BS, sources_BS))
         modality_N = sum((targets_N >= first).astype(jnp.int32) for first in first_ids[1:])
         group_N = jnp.where(weights_N != 0, modality_N, len(heads))
         order_N = jnp.argsort(group_N, stable=True)
-        x_NE, targets_N, weights_N = x_NE[order_N], targets_N[order_N], weights_N[order_N]
+        x_NE = x_NE[order_N]
+        facts = (targets_N[order_N], weights_N[order_N], sources_N[order_N])
         dx_NE = jnp.zeros_like(x_NE)
         start = jnp.int32(0)
         tallies, dheads = [], []
         for number, (first, head) in enumerate(zip(first_ids, heads, strict=True)):
             stop = start + jnp.sum(group_N == number, dtype=jnp.int32)
             used_EV = all_gather(head.astype(x_NE.dtype), shared, 0)
-            walk = partial(_walk_one, chunk or x_NE.shape[0], tp, with_gradients, first, used_EV)
-            tally, dx_NE, dhead_EV = walk(x_NE, targets_N, weights_N, start, stop, dx_NE)
+            walk = partial(_walk_one, chunk or x_NE.shape[0], num_sources, tp, with_gradients, first, used_EV)
+            tally, dx_NE, dhead_EV = walk(x_NE, *facts, start, stop, dx_NE)
             tallies.append(tally)
             dheads.append(psum_scatter(psum(dhead_EV, dp), shared, 0) if with_gradients else jnp.zeros_like(head))
             start = stop
-        tally_4M = psum(jnp.stack(tallies, axis=1), everyone)
+        tally_4MK = psum(jnp.stack(tallies, axis=1), everyone)
         dx_NE = psum(dx_NE[jnp.argsort(order_N)], tp) if with_gradients else dx_NE
-        return tuple(tally_4M), dx_NE.reshape(x_BSE.shape), tuple(dheads)
+        return tuple(tally_4MK), dx_NE.reshape(x_BSE.shape), tuple(dheads)
 
     head_axes = tuple(_HEAD for _ in heads)
-    out_axes = (((None,),) * 4, (*_TOKENS, None), head_axes)
-    everywhere = on_each_device(local, mesh, ((*_TOKENS, None), _TOKENS, _TOKENS, head_axes), out_axes)
-    sums, dx_BSE, dheads = everywhere(x_BSE, targets_BS, weights_BS, heads)
+    out_axes = (((None, None),) * 4, (*_TOKENS, None), head_axes)
+    everywhere = on_each_device(local, mesh, ((*_TOKENS, None), _TOKENS, _TOKENS, _TOKENS, head_axes), out_axes)
+    sums, dx_BSE, dheads = everywhere(x_BSE, targets_BS, weights_BS, sources_BS, heads)
     return Tally(*sums), dx_BSE, dheads
 
 
 def _walk_one(
     chunk: int,
+    num_sources: int,
     tp: tuple[str, ...],
     with_gradients: bool,
     first_id: int,
@@ -167,11 +186,12 @@ def _walk_one(
     x_NE: jax.Array,
     targets_N: jax.Array,
     weights_N: jax.Array,
+    sources_N: jax.Array,
     start: jax.Array,
     stop: jax.Array,
     dx_NE: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One modality's targets, tokens [start, stop): its four sums, dx with theirs added, and the head's gradient.
+    """One modality's targets, tokens [start, stop): its sums [4, K], dx with theirs added, and the head's gradient.
 
     `head_EV` is this device's part of the vocabulary when tp splits it; dx and the sums over V are then partial.
     """
@@ -179,6 +199,7 @@ def _walk_one(
     size = head_EV.shape[1]
     own_first_id = first_id + jax.lax.axis_index(tp) * size if tp else first_id
     ids_V = jnp.arange(size, dtype=jnp.int32)[None, :]
+    sources_K = jnp.arange(num_sources, dtype=jnp.int32)[None, :]
     State = tuple[jax.Array, jax.Array, jax.Array]
 
     def step(index: jax.Array, state: State) -> State:
@@ -188,7 +209,8 @@ def _walk_one(
         at = jnp.minimum(begin, x_NE.shape[0] - chunk)
         rows_C = at + jnp.arange(chunk, dtype=jnp.int32)
         mine_C = (rows_C >= begin) & (rows_C < stop)
-        x_CE, targets_C, weights_C = (jax.lax.dynamic_slice_in_dim(a, at, chunk) for a in (x_NE, targets_N, weights_N))
+        arrays = (x_NE, targets_N, weights_N, sources_N)
+        x_CE, targets_C, weights_C, sources_C = (jax.lax.dynamic_slice_in_dim(a, at, chunk) for a in arrays)
         weights_C = jnp.where(mine_C, weights_C, 0.0)
         logits_CV = jnp.dot(x_CE, head_EV, preferred_element_type=jnp.float32)
         hit_CV = ids_V == (targets_C - own_first_id)[:, None]
@@ -199,7 +221,10 @@ def _walk_one(
         nll_C = jnp.log(total_C) + top_C - target_C
         correct_C = mine_C & (target_C >= top_C)
         terms = (weights_C * nll_C, jnp.where(mine_C, nll_C, 0.0), mine_C, correct_C)
-        sums = sums + jnp.stack([jnp.sum(term.astype(jnp.float32)) for term in terms])
+        from_CK = sources_C[:, None] == sources_K
+        sums = sums + jnp.stack(
+            [jnp.sum(jnp.where(from_CK, term[:, None], 0), axis=0, dtype=jnp.float32) for term in terms]
+        )
         if with_gradients:
             dlogits_CV = powers_CV * (weights_C / total_C)[:, None] - jnp.where(hit_CV, weights_C[:, None], 0.0)
             dlogits_CV = dlogits_CV.astype(x_CE.dtype)
@@ -210,14 +235,25 @@ def _walk_one(
 
     zeros = jnp.zeros(head_EV.shape if with_gradients else (0, 0), jnp.float32)
     steps = (stop - start + chunk - 1) // chunk
-    return jax.lax.fori_loop(0, steps, step, (jnp.zeros(4, jnp.float32), dx_NE, zeros))
+    return jax.lax.fori_loop(0, steps, step, (jnp.zeros((4, num_sources), jnp.float32), dx_NE, zeros))
 
 
-def summarize(config: ModelConfig, tally: Tally) -> dict[str, float]:
-    """Means over the learned targets by name (loss_text, accuracy_text, ...), leaving out a modality without any."""
+def summarize(config: ModelConfig, tally: Tally, sources: Sequence[str] = ()) -> dict[str, float]:
+    """Means over the learned targets by name, leaving out what has none.
+
+    `loss_text`, `accuracy_text`, ... by modality, and by source `source_loss/NAME` and `source_fraction/NAME` (of the
+    learned targets), in the order of `sources`.
+    """
+    nll_MK, targets_MK, correct_MK = (
+        np.asarray(each, np.float64) for each in (tally.nll, tally.targets, tally.correct)
+    )
     means: dict[str, float] = {}
-    for index, name in enumerate(model.modalities(config)):
-        nll, count, correct = (float(np.asarray(each)[index]) for each in (tally.nll, tally.targets, tally.correct))
+    for name, nll, count, correct in zip(
+        model.modalities(config), nll_MK.sum(1), targets_MK.sum(1), correct_MK.sum(1), strict=True
+    ):
         if count:
             means |= {f"loss_{name}": nll / count, f"accuracy_{name}": correct / count}
-    return means
+    for name, nll, count in zip(sources, nll_MK.sum(0), targets_MK.sum(0), strict=bool(sources)):
+        if count:
+            means |= {f"source_loss/{name}": nll / count, f"source_fraction/{name}": count / targets_MK.sum()}
+    return {name: float(value) for name, value in means.items()}

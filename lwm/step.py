@@ -16,7 +16,7 @@ from lwm import model, objective, optimizer, sharding
 from lwm.config import ModelConfig, StageConfig
 from lwm.sharding import AnyMesh, Params
 
-BATCH_KEYS = ("tokens", "targets", "positions", "segment_ids", "loss_weights")
+BATCH_KEYS = ("tokens", "targets", "positions", "segment_ids", "loss_weights", "sources")
 # What a process may say with its batch; the largest of all processes is in the step's metrics everywhere.
 VOTE_NONE, VOTE_STOP, VOTE_NO_BATCH = 0, 1, 2
 # The part of a new value in the running means that spikes are judged by.
@@ -223,11 +223,12 @@ def _accumulated(
 
     The loss is a sum over tokens whose weights are those of the whole batch, so the parts are simply added.
     """
-    keys = ("tokens", "positions", "segment_ids", "targets", "loss_weights")
+    keys = ("tokens", "positions", "segment_ids", "targets", "loss_weights", "sources")
 
     def whole(params: Params, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, objective.Tally, Params]:
         def loss(params: Params) -> tuple[jax.Array, objective.Tally]:
-            return objective.loss(config, params, *arrays, compute=compute, chunk=stage.loss_chunk)
+            sources = len(stage.mixture)
+            return objective.loss(config, params, *arrays, compute=compute, chunk=stage.loss_chunk, num_sources=sources)
 
         (value, tally), gradients = jax.value_and_grad(loss, has_aux=True)(params)
         return value, tally, gradients

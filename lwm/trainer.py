@@ -243,9 +243,10 @@ class _Run:
         if self.vote == VOTE_NO_BATCH:
             return now
         seconds, stage, global_step = now - begin, run.stage, self._steps_before(run.index) + late.step
-        targets = dict(zip(model.modalities(run.model), metrics.tally.targets.tolist(), strict=True))
+        targets = dict(zip(model.modalities(run.model), metrics.tally.targets.sum(axis=1).tolist(), strict=True))
         peak = flops.peak_flops(jax.devices()[0].device_kind, stage.compute_dtype, self.config.telemetry.peak_flops)
         needed = flops.step_flops(run.model, int(metrics.tokens), float(metrics.pairs), targets)
+        means = objective.summarize(run.model, metrics.tally, run.loader.names)
         self.tokens += int(metrics.tokens)
         progress.add(float(metrics.loss), int(metrics.tokens), seconds)
         self.goodput.add("data", late.data_seconds)
@@ -263,7 +264,7 @@ class _Run:
             data_seconds=late.data_seconds,
             mfu=None if peak is None else needed / max(seconds, 1e-9) / (peak * jax.device_count()),
             metrics={
-                **{f"train/{name}": value for name, value in objective.summarize(run.model, metrics.tally).items()},
+                **{f"train/{name}": value for name, value in means.items()},
                 "optim/skipped_steps": int(metrics.skipped),
                 "perf/host_seconds": late.host_seconds,
                 "perf/tokens_per_second_per_device": stage.tokens_per_step / max(seconds, 1e-9) / jax.device_count(),

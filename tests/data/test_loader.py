@@ -139,7 +139,8 @@ def test_token_weighting_gives_every_learned_target_the_same():
 
 
 def test_what_a_batch_is_made_of():
-    batch = make_loader().batch(3)
+    loader = make_loader()
+    batch, plan = loader.batch(3), loader.plan(3)
     padding = batch["segment_ids"] == 0
     for name, array in batch.items():
         assert array.shape == (4, 64)
@@ -148,6 +149,11 @@ def test_what_a_batch_is_made_of():
     same_segment = (batch["segment_ids"][:, 1:] == batch["segment_ids"][:, :-1]) & ~padding[:, 1:]
     np.testing.assert_array_equal(batch["targets"][:, :-1][same_segment], batch["tokens"][:, 1:][same_segment])
     assert (np.diff(batch["positions"], axis=1)[same_segment] == 1).all()
+    assert set(plan.corpus) == {0, 1, 2}, "this case is about three corpora"
+    for row, sources in enumerate(batch["sources"]):
+        pieces = slice(plan.offsets[row], plan.offsets[row + 1])
+        expected = np.repeat(plan.corpus[pieces], plan.length[pieces])
+        np.testing.assert_array_equal(sources[: expected.size], expected)
 
 
 @pytest.mark.parametrize("weighting", ["example", "token"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import NamedTuple
 
@@ -174,10 +175,12 @@ def test_filled_arrays_slot_by_slot(mode):
     rows = make_rows([(1, 0, 8), (0, 0, 4), (3, 0, 2)], [(2, 0, 16)], [], [(2, 16, 7), (0, 0, 4)])
     if mode == "pad":
         rows = make_rows([(1, 0, 8)], [(2, 0, 16)], [], [(2, 16, 7)])
+    rows = dataclasses.replace(rows, corpus=np.arange(rows.example.size) % 3)
     scale = scale_of(rows, examples)
     batch = fill(rows, [examples[e] for e in rows.example], scale, seq_len=16, text_size=TEXT_SIZE, mode=mode)
 
-    expected = {name: np.zeros((4, 16), np.int32) for name in ("tokens", "targets", "positions", "segment_ids")}
+    names = ("tokens", "targets", "positions", "segment_ids", "sources")
+    expected = {name: np.zeros((4, 16), np.int32) for name in names}
     expected["loss_weights"] = np.zeros((4, 16), np.float32)
     for row in range(4):
         column = 0
@@ -188,6 +191,7 @@ def test_filled_arrays_slot_by_slot(mode):
                 expected["tokens"][row, column] = example.tokens[i]
                 expected["targets"][row, column] = target
                 expected["positions"][row, column] = column if mode == "concat" else i
+                expected["sources"][row, column] = piece % 3
                 expected["segment_ids"][row, column] = 1 if mode == "concat" else segment + 1
                 if example.learn[i + 1]:
                     expected["loss_weights"][row, column] = scale[piece, int(target >= TEXT_SIZE)]

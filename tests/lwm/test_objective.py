@@ -16,7 +16,7 @@ from lwm import model, objective, sharding
 from lwm.config import MeshConfig, ModelConfig
 
 Float = NDArray[np.float64]
-TEXT, VISION, EMBED, ROWS, LENGTH = 26, 18, 16, 8, 16
+TEXT, VISION, EMBED, ROWS, LENGTH, SOURCES = 26, 18, 16, 8, 16, 3
 
 
 def case() -> dict[str, np.ndarray]:
@@ -30,15 +30,16 @@ def case() -> dict[str, np.ndarray]:
         "x": rng.normal(size=(ROWS, LENGTH, EMBED)).astype(np.float32),
         "targets": targets,
         "weights": weights.astype(np.float32),
+        "sources": rng.integers(0, SOURCES, targets.shape).astype(np.int32),
         "text": rng.normal(size=(EMBED, TEXT)).astype(np.float32),
         "vision": rng.normal(size=(EMBED, VISION)).astype(np.float32),
     }
 
 
 def oracle(arrays: Mapping[str, np.ndarray]) -> tuple[Float, dict[str, Float]]:
-    """Sums [4, 2] as in Tally, and the gradients of sum(weight * nll), in float64."""
+    """Sums [4, 2, 3] as in Tally, and the gradients of sum(weight * nll), in float64."""
     x, targets, weights = arrays["x"].astype(np.float64), arrays["targets"], arrays["weights"].astype(np.float64)
-    sums, dx, gradients = np.zeros((4, 2)), np.zeros_like(x), {}
+    sums, dx, gradients = np.zeros((4, 2, SOURCES)), np.zeros_like(x), {}
     for index, (name, first, size) in enumerate((("text", 0, TEXT), ("vision", TEXT, VISION))):
         head = arrays[name].astype(np.float64)
         logits = x @ head
@@ -48,7 +49,9 @@ def oracle(arrays: Mapping[str, np.ndarray]) -> tuple[Float, dict[str, Float]]:
         mine = (targets >= first) & (targets < first + size) & (weights > 0)
         nll = -np.where(hit, logp, 0).sum(-1)
         right = logits.argmax(-1) == targets - first
-        sums[:, index] = [(weights * nll)[mine].sum(), nll[mine].sum(), mine.sum(), (right & mine).sum()]
+        for source in range(SOURCES):
+            own = mine & (arrays["sources"] == source)
+            sums[:, index, source] = [(weights * nll)[own].sum(), nll[own].sum(), own.sum(), (right & own).sum()]
         dlogits = np.where(mine, weights, 0)[..., None] * (np.exp(logp) - hit)
         dx += dlogits @ head.T
         gradients[name] = np.einsum("bse,bsv->ev", x, dlogits)
@@ -65,7 +68,7 @@ def test_values_and_gradients_equal_float64(sizes: dict[str, int] | None, chunk:
 
     def function(x: jax.Array, heads: tuple[jax.Array, ...]) -> tuple[jax.Array, objective.Tally]:
         loss, tally = objective.cross_entropy(
-            chunk, mesh, x, jnp.asarray(arrays["targets"]), jnp.asarray(arrays["weights"]), heads
+            chunk, SOURCES, mesh, x, *(jnp.asarray(arrays[name]) for name in ("targets", "weights", "sources")), heads
         )
         return 3 * loss, tally
 
@@ -83,19 +86,30 @@ def test_values_and_gradients_equal_float64(sizes: dict[str, int] | None, chunk:
 def test_without_gradients_the_sums_are_the_same() -> None:
     arrays = case()
     loss, tally = objective.cross_entropy(
-        5, None, arrays["x"], arrays["targets"], arrays["weights"], (arrays["text"], arrays["vision"])
+        5,
+        SOURCES,
+        None,
+        *(arrays[name] for name in ("x", "targets", "weights", "sources")),
+        (arrays["text"], arrays["vision"]),
     )
     sums, _ = oracle(arrays)
     np.testing.assert_allclose(np.stack(tally), sums, rtol=1e-5)
     np.testing.assert_allclose(loss, sums[0].sum(), rtol=1e-5)
 
 
-def test_summary_leaves_out_a_modality_without_targets() -> None:
+def test_summary_leaves_out_what_has_no_targets() -> None:
     config = ModelConfig(
         text_vocab_size=4, vision_vocab_size=4, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1
     )
-    tally = objective.Tally(*(jnp.asarray(pair) for pair in ([0.1, 0.0], [6.0, 0.0], [3.0, 0.0], [1.0, 0.0])))
+    tally = objective.Tally(*(jnp.asarray([[0.0, x], [0.0, 0.0]]) for x in (0.1, 6.0, 3.0, 1.0)))
     assert objective.summarize(config, tally) == {"loss_text": 2.0, "accuracy_text": pytest.approx(1 / 3)}
+    by_source = objective.summarize(config, tally, ("empty", "full"))
+    assert by_source == {
+        "loss_text": 2.0,
+        "accuracy_text": pytest.approx(1 / 3),
+        "source_loss/full": 2.0,
+        "source_fraction/full": 1.0,
+    }
 
 
 class Corpus:

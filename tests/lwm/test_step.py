@@ -60,6 +60,7 @@ def make_batch(stage: StageConfig) -> dict[str, np.ndarray]:
         "positions": positions,
         "segment_ids": segments,
         "loss_weights": (weights / weights.sum()).astype(np.float32),
+        "sources": np.zeros_like(segments),
     }
     order = ring.layout.permutation(stage.attention.layout, LENGTH, stage.mesh.sp * stage.mesh.ulysses)
     return {name: np.ascontiguousarray(array[:, order]) for name, array in batch.items()}

@@ -124,6 +124,9 @@ def test_records_and_metrics(undisturbed: tuple[RunConfig, list[stages.Record], 
     assert [step for step, _ in losses(config)] == list(range(1, 13))
     metrics = read_metrics(Path(config.output_dir) / "metrics.jsonl")
     assert {"train/loss_text", "train/loss_vision", "perf/mfu", "data/tokens_seen"} <= metrics[-1].keys()
+    assert metrics[-1]["train/source_fraction/tiny"] == 1
+    by_modality = sorted(metrics[-1][f"train/loss_{name}"] for name in ("text", "vision"))
+    assert by_modality[0] <= metrics[-1]["train/source_loss/tiny"] <= by_modality[1]
     assert metrics[-1]["data/tokens_seen"] == short["tokens"] + long["tokens"]
     assert "step 6/6 100%" in said
     assert "compiled in" in said
