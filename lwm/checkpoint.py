@@ -6,6 +6,7 @@ manifest has a digest of every leaf (`lwm.digest`), which is compared when the s
 bit.
 """
 
+import copy
 import errno
 import json
 import os
@@ -149,7 +150,7 @@ class Checkpoints:
         return self.path(manifest.step)
 
     def begin_save(self, state: TrainState, manifest: Manifest) -> None:
-        """Copy `state` to the host and begin to write it as step `manifest.step`; training can go on when it returns.
+        """Copy all of it to the host and begin to write it as step `manifest.step`; training can go on when it returns.
 
         Whether it succeeded is for `finish` to say. Raises NonFiniteParameters before anything is written.
         """
@@ -164,7 +165,8 @@ class Checkpoints:
                 f"{bad[0]} is not finite after step {manifest.stage_step} of stage {manifest.stage}, so it was not "
                 f"saved ({len(bad)} of {len(leaves)} arrays are affected); the checkpoints before it are whole"
             )
-        self._under_way, self._problem = _complete(manifest, items, found), None
+        # Written at the end of the save, when training has gone on counting in the lists that came in.
+        self._under_way, self._problem = _complete(copy.deepcopy(manifest), items, found), None
         arguments = {name: ocp.args.PyTreeSave(tree) for name, tree in items.items()}
         try:
             if jax.process_index() == 0:

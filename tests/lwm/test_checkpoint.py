@@ -89,6 +89,16 @@ def test_keeps_the_last_ones_and_replaces_a_step_of_the_same_number(state: Train
     assert {each.name for each in saved.directory.iterdir()} == {"00000007", "00000010"}
 
 
+def test_what_is_counted_while_a_save_is_under_way_is_not_in_it(state: TrainState, tmp_path: Path) -> None:
+    saved, losses = Checkpoints(tmp_path), [1.5]
+    saved.begin_save(state, replace(MANIFEST, progress={"first": losses}))
+    losses.append(1.25)
+    saved.finish()
+    manifest = saved.latest()
+    assert manifest is not None
+    assert manifest.progress == {"first": [1.5]}
+
+
 def test_half_written_steps_are_never_picked_up(state: TrainState, tmp_path: Path) -> None:
     saved = Checkpoints(tmp_path)
     saved.save(state, MANIFEST)
