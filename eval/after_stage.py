@@ -13,8 +13,10 @@ from data.video import read_frames
 from eval import needle_text, needle_video, pages, plots, runner
 from eval.haystack import VideoHaystack, answer_decoder
 from eval.protocol import Case
+from lwm import cluster
 from lwm.config import NeedlesConfig, RunConfig, fingerprint
 from lwm.corpora import text_tokenizer_of, vision_tokenizer_of, vocabulary_of
+from lwm.following import follow
 from lwm.media import find
 from lwm.prompts import read_document
 from lwm.sample import Sampler
@@ -36,11 +38,6 @@ class NeedlesAfterStage:
         wanted = [stage.needles for stage in config.stages if stage.needles is not None]
         if not wanted:
             return
-        if jax.process_count() > 1:
-            raise ValueError(
-                "needles at the end of a stage need one process; evaluate the checkpoint of a cluster's run with "
-                "`lwm eval needle-text --checkpoint DIR` instead, and set the stages' needles to null"
-            )
         self._text = text_tokenizer_of(config)
         self._vision = vision_tokenizer_of(config) if any(each.video for each in wanted) else None
         for stage in config.stages:
@@ -51,12 +48,26 @@ class NeedlesAfterStage:
                 )
 
     def __call__(self, ended: Ended) -> None:
-        needles = ended.stage.needles
-        if needles is None:
+        """Of several processes the first asks, and all compute."""
+        if ended.stage.needles is None:
             return
         sampler = Sampler.for_stage(
             ended.model, ended.params, ended.stage, ended.mesh, vocabulary=vocabulary_of(self._config), max_batch=_BATCH
         )
+        if jax.process_index() > 0:
+            follow(sampler.generate)
+        elif jax.process_count() > 1:
+            cluster.lead()
+            try:
+                self._ask(sampler, ended, ended.stage.needles)
+            except (ValueError, OSError) as error:
+                cluster.dismiss(str(error))
+                raise cluster.Disagreement(str(error)) from error
+            cluster.dismiss()
+        else:
+            self._ask(sampler, ended, ended.stage.needles)
+
+    def _ask(self, sampler: Sampler, ended: Ended, needles: NeedlesConfig) -> None:
         out = Path(self._config.output_dir) / "needles" / ended.stage.name
         self._play("needle_text", self._text_cases(needles), sampler, out / "text", ended)
         if needles.video:

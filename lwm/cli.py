@@ -197,7 +197,9 @@ def run(arguments: Sequence[str], stderr: TextIO | None = None, program: typer.T
         traceback.print_exception(error, file=stream)
     print(f"lwm: {sentence(error)}", file=stream, flush=True)
     code = error.exit_code if isinstance(error, RunStopped) else EXIT_BAD_INPUT
-    return cluster.leave(code, together=isinstance(error, RunStopped | cluster.Disagreement))
+    # Processes that follow this one are dismissed at its end, and end together with it.
+    together = cluster.leading() or isinstance(error, RunStopped | cluster.Disagreement)
+    return cluster.leave(code, together)
 
 
 def main() -> NoReturn:

@@ -5,6 +5,7 @@ works before the first collective, while one is under way, and when a peer's dev
 inside, so that a configuration can be read, and its devices simulated, before.
 """
 
+import atexit
 import json
 import os
 import socket
@@ -21,8 +22,13 @@ COORDINATOR, NUM_PROCESSES, PROCESS_ID = "JAX_COORDINATOR_ADDRESS", "LWM_NUM_PRO
 _TASK_COUNTS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 _CPU_THREADS = 32
+# Bytes of one entry in the coordinator's store, below the limit of a message to it; and how long one look there waits.
+_PART = 1 << 20
+_LOOK_MS, _HEARD_MS = 10_000, 3_600_000
 
 _rounds = 0
+_messages = 0
+_leads = False
 
 
 class Disagreement(ValueError):
@@ -98,11 +104,9 @@ def exchange(topic: str, value: str, seconds: float = 300.0) -> list[str]:
     num_processes = jax.process_count()
     if num_processes == 1:
         return [value]
-    from jax._src.distributed import global_state  # the store has no public name
-
     global _rounds
     _rounds += 1
-    client: Any = global_state.client
+    client = _client()
     client.key_value_set(f"lwm/{_rounds}/{topic}/{jax.process_index()}", value)
     said = []
     for process in range(num_processes):
@@ -157,6 +161,89 @@ def preflight(facts: Mapping[str, str], problem: str | None = None) -> None:
         raise Disagreement(f"the hosts do not agree with {names[0]}: {'; '.join(differing)}; start all of them alike")
 
 
+def lead() -> None:
+    """Begin to lead the other processes: from now on, until `dismiss`, they `hear` what this one `tell`s them.
+
+    Of the first process; at the end of the program they are dismissed in any case.
+    """
+    global _leads
+    _leads = True
+    atexit.register(dismiss)
+
+
+def leading() -> bool:
+    """Whether this process leads others."""
+    return _leads
+
+
+def tell(message: bytes) -> None:
+    """Send `message` to all other processes; returns when they have heard it."""
+    assert _leads
+    name = _send(b"+" + message)
+    _wait_until_heard()
+    _client().key_value_delete(name)
+
+
+def dismiss(problem: str = "") -> None:
+    """End leading: the others' `hear` gives None or, with a `problem`, raises Disagreement. A second time: nothing."""
+    global _leads
+    if _leads:
+        _leads = False
+        atexit.unregister(dismiss)
+        _send(b"-" + problem.encode())
+
+
+def hear() -> bytes | None:
+    """The next message of the process that leads, however long it takes; None when it is done.
+
+    Raises:
+        Disagreement: the leading process failed.
+        ValueError: the coordinator is gone.
+    """
+    global _messages
+    _messages += 1
+    client = _client()
+
+    def part(name: str) -> bytes:
+        while True:
+            try:
+                return client.blocking_key_value_get_bytes(f"lwm/message/{_messages}/{name}", _LOOK_MS)
+            except Exception as error:  # the store raises whatever its transport raises
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise ValueError(f"the first process is gone: {error}") from error
+
+    count = int(part("count"))
+    message = b"".join(part(str(number)) for number in range(count))
+    if message[:1] == b"+":
+        _wait_until_heard()
+        return message[1:]
+    if len(message) > 1:
+        raise Disagreement(message[1:].decode())
+    return None
+
+
+def _send(message: bytes) -> str:
+    global _messages
+    _messages += 1
+    name, client = f"lwm/message/{_messages}", _client()
+    parts = [message[start : start + _PART] for start in range(0, len(message), _PART)]
+    for number, part in enumerate(parts):
+        client.key_value_set_bytes(f"{name}/{number}", part)
+    client.key_value_set_bytes(f"{name}/count", str(len(parts)).encode())
+    return name
+
+
+def _wait_until_heard() -> None:
+    # A process that died is noticed by its heartbeat, and ends all of them: there is no use in a shorter wait.
+    _client().wait_at_barrier(f"lwm/heard/{_messages}", _HEARD_MS)
+
+
+def _client() -> Any:
+    from jax._src.distributed import global_state  # the store has no public name
+
+    return global_state.client
+
+
 def leave(code: int, together: bool) -> int:
     """`code`, for `sys.exit`; but where this process has peers that do not leave `together` with it, leave at once.
 
@@ -164,6 +251,7 @@ def leave(code: int, together: bool) -> int:
     """
     if together or not several():
         return code
+    dismiss()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -55,12 +55,12 @@ def _rounded(count: int, least: int) -> int:
 
 
 class Request(NamedTuple):
-    """What a batch is asked for, beside its prompts: int32 [B] `limits_B` and `indices_B`, and scalars."""
+    """What is asked of a batch, beside its prompts: int32 [B] `limits_B` and `indices_B`, scalars, and a key's data."""
 
     limits_B: jax.Array | np.ndarray
     indices_B: jax.Array | np.ndarray
-    stop: jax.Array
-    key: jax.Array
+    stop: jax.Array | np.ndarray
+    key: jax.Array | np.ndarray
     settings: Settings
     rules: Rules
 
@@ -144,7 +144,9 @@ def _take(
     may_BV = constraints.allowed(vocabulary, request.rules, loop.state, config.vocab_size)
     logits_BV = jnp.where(may_BV, logits_BV, -jnp.inf)
     if shape.sampled:
-        keys_B = jax.vmap(jax.random.fold_in, (None, 0))(request.key, request.indices_B)
+        keys_B = jax.vmap(jax.random.fold_in, (None, 0))(
+            jax.random.wrap_key_data(jnp.asarray(request.key)), request.indices_B
+        )
         token_B = drawing.draw(logits_BV, keys_B, loop.step, request.settings)
     else:
         token_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
 import ring
@@ -25,6 +26,7 @@ from lwm import constraints, decoding, drawing, sharding
 from lwm.cache import Cache
 from lwm.config import ModelConfig, StageConfig
 from lwm.decoding import Loop, Request, Shape
+from lwm.following import led
 from lwm.model import Compute
 from lwm.sharding import Params
 
@@ -169,6 +171,7 @@ class Sampler:
         config = config.model_copy(update={"rope_theta": stage.rope_theta})
         return cls(config, params, mesh=mesh, vocabulary=vocabulary, **{**defaults, **options})
 
+    @led
     def generate(
         self,
         prompts: Sequence[np.ndarray],
@@ -246,8 +249,8 @@ class Sampler:
             request = Request(
                 limits.astype(np.int32),
                 indices.astype(np.int32),
-                jnp.asarray(-1 if stop_id is None else stop_id, jnp.int32),
-                jax.random.key(seed),
+                np.asarray(-1 if stop_id is None else stop_id, np.int32),
+                np.asarray(jax.random.key_data(jax.random.key(seed))),
                 settings,
                 rules,
             )
@@ -362,7 +365,7 @@ class Sampler:
         ids = [new[row, : counts[row]].tolist() for row in range(len(prompts))]
         if reuse:
             # The last id of a row was never run through the model, and is not in the cache.
-            ends = np.asarray(cache.lengths_B)
+            ends = multihost_utils.process_allgather(cache.lengths_B, tiled=True)
             rows = [np.asarray([*p, *i], np.int32)[:end] for p, i, end in zip(prompts, ids, ends, strict=False)]
             self._held = _Held(shape, rows, cache)
         return ids
@@ -445,7 +448,9 @@ class Sampler:
         if self.mesh is None:
             return jnp.asarray(array)
         where = NamedSharding(self.mesh, sharding.spec_for(axes, sharding.mesh_sizes(self.mesh)))
-        return jax.device_put(array, where)
+        # Not device_put: among several processes it would compare their values first.
+        whole = np.asarray(array)
+        return jax.make_array_from_callback(whole.shape, where, lambda index: whole[index])
 
     def _shape(
         self, rows: int, length: int, new: int, sampled: bool, guided: bool, chunked: bool, reuse: bool

@@ -11,10 +11,11 @@ from jax.sharding import Mesh
 
 from data.text import TextTokenizer
 from data.vocabulary import Vocabulary
-from lwm import checkpoint
+from lwm import checkpoint, cluster
 from lwm.checkpoint import MANIFEST_FILE, find_checkpoint, read_manifest
 from lwm.config import ConfigError, MeshConfig, RunConfig, StageConfig, resolve_mesh
 from lwm.corpora import text_tokenizer_of, vision_tokenizer_of, vocabulary_of
+from lwm.following import follow
 from lwm.run_directory import find_run
 from lwm.sample import Sampler
 from lwm.sharding import make_mesh
@@ -49,13 +50,17 @@ def open_run(
     one_row: bool = False,
     **options: Any,
 ) -> OpenRun:
-    """Load a checkpoint with its tokenizers, on all devices there are.
+    """Load a checkpoint with its tokenizers, on all devices there are; on a cluster, all hosts do so.
+
+    Of several processes only the first returns: what it has the sampler do, the others do with it. They end, with
+    SystemExit(0), when it does.
 
     checkpoint_dir: a run directory, its `checkpoints`, or one step in it. max_length: the context; by default the
     seq_len of the stage that the checkpoint was trained in. one_row: spread every device along the sequence, for one
     prompt at a time. options: other arguments of `Sampler`. ValueError where anything is missing or does not fit.
     """
     run = find_run(checkpoint_dir, config, overrides)
+    cluster.connect(run.cluster)
     path = find_checkpoint(checkpoint_dir)
     manifest = read_manifest(path)
     names = [stage.name for stage in run.stages]
@@ -75,6 +80,11 @@ def open_run(
         max_batch=max_batch,
         **options,
     )
+    if jax.process_index() > 0:
+        follow(sampler.generate)
+        raise SystemExit(0)
+    if jax.process_count() > 1:
+        cluster.lead()
     digest = hashlib.sha256((path / MANIFEST_FILE).read_bytes()).hexdigest()
     return OpenRun(run, sampler, text, vision, vocabulary, f"{run.name}-{manifest.step}-{digest[:16]}")
 

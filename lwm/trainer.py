@@ -391,7 +391,7 @@ class _Run:
     ) -> None:
         """Call `on_stage_end` once; a mark in the run directory says that it came to its end."""
         mark = self.ended / stage.name
-        if on_stage_end is None or mark.exists():
+        if on_stage_end is None or self._ended(stage.name):
             return
         with self.goodput.timed("evaluate"):
             step = self._steps_before(self.config.stages.index(stage) + 1)
@@ -400,11 +400,15 @@ class _Run:
             mark.parent.mkdir(parents=True, exist_ok=True)
             mark.touch()
 
+    def _ended(self, stage: str) -> bool:
+        """Whether `stage` was called ended before, as the first process sees it: others may have another disk."""
+        return bool(cluster.exchange("ended", "yes" if (self.ended / stage).exists() else "")[0])
+
     def _end_again(self, start: Start, on_stage_end: StageEnd | None) -> None:
         """`_end` of a stage that an earlier process trained to its last step."""
         saved = start.saved
         assert saved is not None
-        if on_stage_end is None or not start.begins or (self.ended / saved.stage).exists():
+        if on_stage_end is None or not start.begins or self._ended(saved.stage):
             return
         stage = self.config.stage(saved.stage)
         mesh = make_mesh(stage.mesh)

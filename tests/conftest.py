@@ -1,6 +1,11 @@
 """Every test sees eight simulated CPU devices; the flag must be set before jax is imported."""
 
 import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
 
 _flags = os.environ.get("XLA_FLAGS", "")
 if "xla_force_host_platform_device_count" not in _flags:
@@ -10,3 +15,27 @@ if "xla_force_host_platform_device_count" not in _flags:
         " --xla_cpu_collective_call_terminate_timeout_seconds=600"
     ).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+Environs = Callable[[int], list[dict[str, str]]]
+
+
+@pytest.fixture(scope="session")
+def environs() -> Environs:
+    """For starting processes: the environments of as many as wanted, which share eight devices and find each other."""
+
+    def of(count: int) -> list[dict[str, str]]:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            address = f"localhost:{free.getsockname()[1]}"
+        flags = f"--xla_force_host_platform_device_count={8 // count}"
+        shared = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"{flags} --xla_cpu_collective_call_terminate_timeout_seconds=600",
+            "PYTHONPATH": str(Path(__file__).parents[1]),
+        }
+        if count == 1:
+            return [shared]
+        shared |= {"JAX_COORDINATOR_ADDRESS": address, "LWM_NUM_PROCESSES": str(count)}
+        return [shared | {"LWM_PROCESS_ID": str(number)} for number in range(count)]
+
+    return of

@@ -1,15 +1,19 @@
 """A small text world and a small video world to hide needles in."""
 
 import hashlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from data.build import build_corpus
+from data.examples import TokenizedExample
 from data.synthetic import CITIES, Haystack, needle_question, needle_sentence, sentences, shape_clip
 from data.text import train_tokenizer
 from data.vocabulary import Vocabulary
 from eval.haystack import VideoHaystack
 from eval.needle_video import encode_plates
+from lwm.config import RunConfig
 
 NUM_CODES = 4096
 
@@ -62,3 +66,44 @@ def video_haystack(clips):
 @pytest.fixture(scope="session")
 def plates():
     return encode_plates(encode_frames, 32)
+
+
+@pytest.fixture
+def needles_config(tmp_path: Path, texts: list[str]) -> RunConfig:
+    """A run of one short stage of text that ends with needles."""
+    model_file = tmp_path / "text.model"
+    tokenizer = train_tokenizer(texts, model_file, size=360)
+
+    def example(number: int) -> TokenizedExample:
+        tokens = np.asarray(tokenizer.encode(texts[number]), np.int32)
+        return TokenizedExample(tokens, np.arange(tokens.size) > 0, str(number), "test")
+
+    build_corpus(
+        tmp_path / "corpus",
+        "text",
+        map(example, range(64)),
+        vocabulary=Vocabulary(tokenizer.size),
+        input_fingerprint="test",
+    )
+    stage = {
+        "name": "only",
+        "seq_len": 128,
+        "batch_rows": 8,
+        "steps": 2,
+        "rope_theta": 1e4,
+        "optimizer": {"peak_lr": 1e-3, "warmup_steps": 0},
+        "mixture": ({"corpus": "text", "share": 1.0},),
+        "needles": {"lengths": (96,), "depths": (0.5,), "rounds": 1},
+    }
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_layers": 1, "num_heads": 4}
+    return RunConfig.model_validate(
+        {
+            "name": "needles",
+            "output_dir": str(tmp_path / "run"),
+            "model": {"text_vocab_size": tokenizer.size, **sizes},
+            "tokenizers": {"text": str(model_file)},
+            "corpora": ({"name": "text", "directory": str(tmp_path / "corpus")},),
+            "stages": (stage,),
+            "telemetry": {"wandb": "off"},
+        }
+    )

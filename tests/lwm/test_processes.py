@@ -4,14 +4,13 @@ Each process has some of eight simulated devices, and they talk over gloo. A pro
 scenarios are few and each of them is followed to its end.
 """
 
-import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -31,6 +30,7 @@ ordered_collectives = pytest.mark.skipif(
     reason="jax 0.10 starts a CPU program's collectives in any order: on a busy machine two processes can wait for "
     "each other's for ever; run this with Python 3.12 and its jax",
 )
+Environs = Callable[[int], list[dict[str, str]]]
 ROOT = Path(__file__).parents[2]
 PATIENCE = 540
 
@@ -38,42 +38,17 @@ PATIENCE = 540
 class Processes:
     """Starts the tiny run as one or more processes."""
 
-    def __init__(self, corpus: Path, place: Path) -> None:
-        self.corpus, self.place = corpus, place
+    def __init__(self, corpus: Path, place: Path, environs: Environs) -> None:
+        self.corpus, self.place, self.environs = corpus, place, environs
 
-    def start(
-        self, name: str, arguments: Sequence[Sequence[str]], environ: Mapping[str, str] | None = None
-    ) -> list[subprocess.Popen[str]]:
+    def start(self, name: str, arguments: Sequence[Sequence[str]]) -> list[subprocess.Popen[str]]:
         """One process for each list of arguments, with 8 / their number devices each; output in NAME.N.log."""
-        count = len(arguments)
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            address = f"localhost:{free.getsockname()[1]}"
         started = []
-        for number, each in enumerate(arguments):
-            variables = os.environ | {
-                "JAX_PLATFORMS": "cpu",
-                "XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // count}"
-                " --xla_cpu_collective_call_terminate_timeout_seconds=600",
-                "PYTHONPATH": str(ROOT),
-            }
-            if count > 1:
-                variables |= {
-                    "JAX_COORDINATOR_ADDRESS": address,
-                    "LWM_NUM_PROCESSES": str(count),
-                    "LWM_PROCESS_ID": str(number),
-                }
+        for number, (each, variables) in enumerate(zip(arguments, self.environs(len(arguments)), strict=True)):
             command = [sys.executable, str(Path(__file__).with_name("run_worker.py"))]
+            command += [str(self.corpus), str(self.place / name), *each]
             with open(self.log(name, number), "w") as log:
-                started.append(
-                    subprocess.Popen(
-                        [*command, str(self.corpus), str(self.place / name), *each],
-                        env=variables | dict(environ or {}),
-                        stdout=log,
-                        stderr=log,
-                        text=True,
-                    )
-                )
+                started.append(subprocess.Popen(command, env=variables, stdout=log, stderr=log, text=True))
         return started
 
     def run(self, name: str, *arguments: Sequence[str]) -> list[int]:
@@ -100,8 +75,8 @@ class Processes:
 
 
 @pytest.fixture(scope="module")
-def processes(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Processes:
-    return Processes(tiny_corpus, tmp_path_factory.mktemp("processes"))
+def processes(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory, environs: Environs) -> Processes:
+    return Processes(tiny_corpus, tmp_path_factory.mktemp("processes"), environs)
 
 
 def losses(run: Path) -> list[float]:
@@ -125,27 +100,40 @@ def alone(kept_programs: None, worker: ModuleType, processes: Processes) -> list
 def test_two_processes_lose_nothing_to_signals_and_four_go_on(
     worker: ModuleType, processes: Processes, alone: list[float]
 ) -> None:
-    """SIGTERM to one of two, SIGKILL of one of two in the next stage, then four processes to the end.
+    """SIGTERM to one of two, SIGKILL of one of two in the next stage, then two processes to the end.
 
-    The losses are those of one process; and one process that goes on from the middle gets them, too.
+    They end bitwise where two undisturbed ones end. From the middle, four processes and one go on to the same losses,
+    which are those of one process.
     """
+    assert processes.run("straight", [], []) == [0, 0]
+    straight = losses(processes.place / "straight")
+    assert straight == pytest.approx(alone, rel=1e-5)
+
     assert processes.run("run", [], ["--at", "3:term"]) == [42, 42]
     stopped = processes.last("run")
     assert 3 <= stopped.stage_step <= 6
     for number in (0, 1):
         assert f"SIGTERM: saved after step {stopped.stage_step} of stage short" in processes.said("run", number)
     assert (stopped.num_processes, stopped.stage) == (2, "short")
-    assert losses(processes.place / "run") == pytest.approx(alone[: stopped.step], rel=1e-5)
+    assert losses(processes.place / "run") == straight[: stopped.step]
     shutil.copytree(processes.place / "run", processes.place / "moved")
 
     codes = processes.run("run", [], ["--at", "9:kill"])
     assert codes[1] == -signal.SIGKILL
     assert codes[0] not in (0, 42), "the survivor must not take this for an end"
     assert 6 <= processes.last("run").step <= 9
+    shutil.copytree(processes.place / "run", processes.place / "four")
 
-    assert processes.run("run", [], [], [], []) == [0, 0, 0, 0]
-    assert processes.last("run").num_processes == 4
-    assert losses(processes.place / "run") == pytest.approx(alone, rel=1e-5)
+    assert processes.run("run", [], []) == [0, 0]
+    assert losses(processes.place / "run") == straight
+    end, straight_end = processes.last("run"), processes.last("straight")
+    assert end.step == straight_end.step == 12
+    assert end.digests == straight_end.digests
+    assert (end.tokens, end.skipped, end.typical) == (straight_end.tokens, straight_end.skipped, straight_end.typical)
+
+    assert processes.run("four", [], [], [], []) == [0, 0, 0, 0]
+    assert processes.last("four").num_processes == 4
+    assert losses(processes.place / "four") == pytest.approx(alone, rel=1e-5)
 
     trainer.train(config_of(worker, processes, "moved"))
     assert losses(processes.place / "moved") == pytest.approx(alone, rel=1e-5)
