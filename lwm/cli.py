@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, TextIO
 import typer
 
 from eval.commands import app as eval_app
-from lwm import cluster
+from lwm import cluster, tpu_compiler
 from lwm.checkpoint_commands import app as checkpoint_app
 from lwm.commands import ask, generate
 from lwm.data_commands import app as data_app
 from lwm.lifecycle import EXIT_BAD_INPUT, EXIT_INTERRUPTED, RunStopped
 from lwm.options import ConfigArgument, ConfigCommand, OverridesArgument
-from lwm.plan_command import keep_tpu_compiler_out, plan
+from lwm.plan_command import plan
 from lwm.tokenizer_commands import app as tokenizer_app
 from lwm.weight_commands import export_app, import_app
 
@@ -204,5 +204,5 @@ def run(arguments: Sequence[str], stderr: TextIO | None = None, program: typer.T
 
 def main() -> NoReturn:
     """Entry point of the program."""
-    keep_tpu_compiler_out()
+    tpu_compiler.prepare()
     sys.exit(run(sys.argv[1:]))

@@ -1,7 +1,5 @@
 """The command `lwm plan`."""
 
-import glob
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -18,16 +16,6 @@ if TYPE_CHECKING:
     from lwm.config import RunConfig, StageConfig
     from lwm.plan import StagePlan
     from lwm.topology import Topology
-
-
-def keep_tpu_compiler_out(environ: dict[str, str] | os._Environ[str] = os.environ) -> None:
-    """Where libtpu is installed but no TPU is (nor a GPU's plugin), have jax start the CPU alone: looking for the TPU
-    would load libtpu, which complains about what it does not find. A platform that is already chosen stays."""
-    if "JAX_PLATFORMS" in environ or importlib.util.find_spec("libtpu") is None:
-        return
-    has_tpu = any(glob.glob(pattern) for pattern in ("/dev/accel*", "/dev/vfio/[0-9]*"))
-    if not has_tpu and importlib.util.find_spec("jax_plugins") is None:
-        environ["JAX_PLATFORMS"] = "cpu"
 
 
 def plan(

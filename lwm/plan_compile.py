@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lwm import prediction, schedule, topology
+from lwm import prediction, schedule, topology, tpu_compiler
 from lwm.config import ResolvedStage, RunConfig, StageConfig, resolve_stage
 from lwm.prediction import Link
 from lwm.schedule import Instruction, Module, Transfer
@@ -156,7 +156,8 @@ def child_environment(where: Topology) -> dict[str, str]:
         devices = f"--xla_force_host_platform_device_count={where.num_devices}"
         return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": devices}
     kind = {"v5e": "v5litepod-4"}.get(where.kind, f"{where.kind}-8")
-    return _REQUEST_ENV | {"TPU_ACCELERATOR_TYPE": kind}
+    arguments = tpu_compiler.init_args(where.kind, os.environ.get(tpu_compiler.VARIABLE, ""))
+    return _REQUEST_ENV | {"TPU_ACCELERATOR_TYPE": kind, tpu_compiler.VARIABLE: arguments}
 
 
 def main() -> None:

@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from lwm.config import MeshConfig, ModelConfig, resolve_mesh
+from lwm.placement import ring_order
 
 Params = dict[str, Any]
 # A mesh of devices, or only its shape, to compile for devices that are not there.
@@ -105,13 +107,26 @@ def parameter_table(config: ModelConfig) -> dict[str, Parameter]:
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh of a stage over `devices` (all of them by default); ValueError where the sizes do not fit them."""
+    """The mesh of a stage over `devices` (all of them by default); ValueError where the sizes do not fit them.
+
+    Neighbours along `sp`, over which keys and values travel in a ring, are neighbours on a TPU's torus, too.
+    """
     devices = list(jax.devices() if devices is None else devices)
     sizes = resolve_mesh(config, len(devices))
     shape = tuple(sizes[name] for name in MESH_AXIS_NAMES)
     # An axis may be wider than the slice's own dimensions, as tp=16 is on 4x8x8 chips.
     placed = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    return Mesh(placed, MESH_AXIS_NAMES, axis_types=(AxisType.Auto,) * len(MESH_AXIS_NAMES))
+    return Mesh(_with_rings(placed), MESH_AXIS_NAMES, axis_types=(AxisType.Auto,) * len(MESH_AXIS_NAMES))
+
+
+def _with_rings(placed: np.ndarray) -> np.ndarray:
+    """`placed` with its places along sp in another order, the same everywhere."""
+    axis = MESH_AXIS_NAMES.index("sp")
+    first = np.moveaxis(placed, axis, -1)[(0,) * (placed.ndim - 1)]
+    if len(first) < 4 or not all(hasattr(device, "coords") for device in first):
+        return placed
+    order = ring_order([tuple(device.coords) for device in first])
+    return placed if order is None else np.take(placed, order, axis=axis)
 
 
 def storage_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:

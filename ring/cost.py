@@ -170,7 +170,7 @@ def estimate(shape: Shape, chip: Chip, strategy: str, *, ring_size: int = 1, uly
 
     seconds = ring_seconds(compute_forward, kv_bytes) + ring_seconds(2.5 * compute_forward, kv_bytes + dkv_bytes)
     where_bytes = 8 * rows  # position and segment of every key
-    sent = (hops - 1) * (2 * (kv_bytes + where_bytes) + dkv_bytes) + (dkv_bytes if hops > 1 else 0)
+    sent = (hops - 1) * (2 * kv_bytes + dkv_bytes) + (dkv_bytes + 2 * hops * where_bytes if hops > 1 else 0)
     memory: float = shape.bytes_per_element * hop_elements(1, math.ceil(rows), math.ceil(q_width), math.ceil(kv_width))
     if exchanges:
         element_bytes = shape.batch * own * shape.head_dim * shape.bytes_per_element

@@ -65,9 +65,9 @@ def forward(
     spec: Spec, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, meta: tuple[jax.Array | None, ...]
 ) -> tuple[jax.Array, jax.Array]:
     """(out [B,S,H,D] in q's dtype, lse [B, H / exchange, S * exchange] float32)."""
-    ready = _prepare(spec, q.shape[3], meta)
+    ready = _prepare(spec, q.shape[3], _here(spec, meta, q))
     q_rows = _enter_queries(spec, ready, q)
-    own = rotate.Shard(_enter_keys(spec, ready, k, v), jnp.stack(ready.key))
+    own = rotate.start(_enter_keys(spec, ready, k, v), jnp.stack(ready.key), spec.route.ring, spec.route.ring_size)
     heads_first = ready.kernel.heads_first
     running = softmax.start(q_rows.shape, accumulation_dtype(q.dtype), heads_first=heads_first)
     running = rotate.forward(ready.kernel, running, q_rows, own, ready.query, spec.route.ring, spec.route.ring_size)
@@ -89,8 +89,8 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Cotangents of q, k, v and this device's share of the cotangent of ``sinks``, in their dtypes."""
     route, num_groups = spec.route, k.shape[2]
-    ready = _prepare(spec, q.shape[3], meta)
-    own = rotate.Shard(_enter_keys(spec, ready, k, v), jnp.stack(ready.key))
+    ready = _prepare(spec, q.shape[3], _here(spec, meta, q))
+    own = rotate.start(_enter_keys(spec, ready, k, v), jnp.stack(ready.key), route.ring, route.ring_size)
     delta_BSH = jnp.sum(out.astype(lse.dtype) * dout.astype(lse.dtype), axis=-1)
     delta = jnp.swapaxes(exchange.split_heads(delta_BSH, route.exchange, heads=2, sequence=1), 1, 2)
     q_rows = _enter_queries(spec, ready, q)
@@ -108,6 +108,14 @@ def backward(
     )
     dk, dv = _leave_keys(spec, ready, dkv, num_groups)
     return _leave_queries(spec, ready, dq.astype(q.dtype)), dk.astype(k.dtype), dv.astype(v.dtype), dsinks
+
+
+def _here(spec: Spec, meta: tuple[jax.Array | None, ...], q: jax.Array) -> tuple[jax.Array | None, ...]:
+    """``meta``, known once q is. A scan over layers runs what does not depend on its layer once, before the first, and
+    keeps it: here the positions of every hop, memory that grows with the ring."""
+    if spec.route.ring_size == 1:
+        return meta
+    return jax.lax.optimization_barrier((meta, q[:1, :1, :1, :1]))[0]
 
 
 def _prepare(spec: Spec, head_dim: int, meta: tuple[jax.Array | None, ...]) -> _Prepared:

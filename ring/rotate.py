@@ -6,8 +6,8 @@ not sent on. In the backward pass dK and dV travel in float32 one hop behind the
 belong to, and one more hop brings them home. Ring Attention, arXiv:2310.01889.
 
 Collectives stand outside every branch and data-dependent loop, which devices may run differently often.
-Positions and segments (8 bytes a token) travel with the keys and values they describe, so that nothing on a
-device grows with the number of devices.
+Positions and segments (8 bytes a token) travel one hop ahead of the keys and values they describe: what a hop
+has to see is then known before its keys arrive, and nothing on a device grows with the number of devices.
 """
 
 from __future__ import annotations
@@ -29,15 +29,26 @@ Tree = TypeVar("Tree")
 
 
 class Shard(NamedTuple):
-    """What travels: keys and values [2,B,G,T,D], and their positions and segments int32 [2,B,T]."""
+    """What travels: keys and values [2,B,G,T,D], their positions and segments int32 [2,B,T], and those of the next."""
 
     kv: Parcel
     where: jax.Array
+    where_next: jax.Array
 
     @property
     def key(self) -> Keys:
         """What decides the visibility of the keys."""
         return Keys(self.where[0], self.where[1])
+
+
+def start(kv: Parcel, where: jax.Array, axes: tuple[str, ...], size: int) -> Shard:
+    """This device's own keys and values, as the first hop has them."""
+    return Shard(kv, where, send_on(where, axes, size) if size > 1 else where)
+
+
+def _pass_on(shard: Shard, axes: tuple[str, ...], size: int) -> Shard:
+    kv, where_next = send_on((shard.kv, shard.where_next), axes, size)
+    return Shard(kv, shard.where_next, where_next)
 
 
 def send_on(x: Tree, axes: tuple[str, ...], size: int) -> Tree:
@@ -66,7 +77,7 @@ def forward(
 
     def hop(_: jax.Array, carry: tuple[Shard, Running]) -> tuple[Shard, Running]:
         shard, running = carry
-        arriving = send_on(shard, axes, size)
+        arriving = _pass_on(shard, axes, size)
         return arriving, attend(running, shard)
 
     if size > 1:
@@ -107,17 +118,18 @@ def backward(
         dq, dkv = attend(dq, nothing, own)
         return local.finish_dq(dq), dkv
 
-    arriving = send_on(own, axes, size)
+    arriving = _pass_on(own, axes, size)
     dq, dkv = attend(dq, nothing, own)
 
     def hop(_: jax.Array, carry: tuple[Shard, jax.Array, jax.Array]) -> tuple[Shard, jax.Array, jax.Array]:
         shard, dq, dkv = carry
-        arriving, following = send_on((shard, dkv), axes, size)
+        arriving, following = _pass_on(shard, axes, size), send_on(dkv, axes, size)
         return arriving, *add(dq, following, shard)
 
     shard, dq, dkv = lax.fori_loop(1, size - 1, hop, (arriving, dq, dkv), unroll=kernel.unroll)
     dq, dkv = add(dq, send_on(dkv, axes, size), shard)
-    return local.finish_dq(dq), send_on(dkv, axes, size)
+    # What comes home may be used only once dq is there, too: behind its kernel this last transfer can hide.
+    return lax.optimization_barrier((local.finish_dq(dq), send_on(dkv, axes, size)))
 
 
 def _local(kernel: Kernel | pallas_tpu.Kernel) -> ModuleType:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lwm import cli, suggest
+from lwm import cli, suggest, tpu_compiler
 from lwm.config import RunConfig, StageConfig
 from lwm.plan import StagePlan, draw, judge, plan_stage, verdict
 from lwm.plan_compile import Compiled, Memory, Traffic, compile_elsewhere
@@ -172,12 +172,26 @@ def test_without_the_compiler_it_says_what_to_install(config: RunConfig, monkeyp
         compile_elsewhere(config, config.stages[0], parse("v5e:2x2"))
 
 
+def test_flags_are_for_the_chips_that_are_here_and_the_users_go_first(tmp_path: Path) -> None:
+    for name, vendor, device in (("a", "0x8086", "0x005e"), ("b", "0x1ae0", "0x005e")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "vendor").write_text(f"{vendor}\n")
+        (tmp_path / name / "device").write_text(f"{device}\n")
+    assert tpu_compiler.local_generation(tmp_path) == "v4"
+    assert tpu_compiler.local_generation(tmp_path / "a") is None
+    given = "--xla_enable_async_all_gather=false --xla_tpu_other=1"
+    both = tpu_compiler.init_args("v4", given).split()
+    assert both[:2] == given.split()
+    assert both[2:] == [flag for flag in tpu_compiler.FLAGS["v4"] if "async_all_gather=true" not in flag]
+    assert tpu_compiler.init_args("v5p", given) == given
+
+
 @needs_compiler
 def test_an_installed_compiler_stays_out_of_ordinary_runs() -> None:
     """Where no TPU is, nothing loads it and nothing complains, whatever the platform is set to."""
     environment = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
     script = (
-        "from lwm.plan_command import keep_tpu_compiler_out; keep_tpu_compiler_out();"
+        "from lwm import tpu_compiler; tpu_compiler.prepare();"
         "import jax; print(jax.devices()[0].platform);"
         "print(any('libtpu' in line for line in open('/proc/self/maps')))"
     )

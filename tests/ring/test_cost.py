@@ -50,7 +50,7 @@ def test_a_hop_holds_six_times_batch_chunk_width() -> None:
 
 
 def test_bytes_of_the_ring_are_those_of_its_messages(mesh_of: Callable) -> None:
-    """P - 1 messages of keys, values and whereabouts in either pass, and P of float32 gradients."""
+    """P - 1 messages of keys and values and P of whereabouts in either pass, and P of float32 gradients."""
     batch, length, heads, groups, dim, devices = 1, 64, 4, 2, 8, 8
     plan = ring.Plan(mesh=mesh_of({"sp": devices}))
 

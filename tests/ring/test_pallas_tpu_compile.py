@@ -42,8 +42,10 @@ def test_one_hop(chip: str, dim: int, kind: str) -> None:
     compiled = compile_for(chip, 1, dim)
     assert compiled["device_kind"] == kind
     assert kernels_in(compiled["text"]) == {"ring_forward": 1, "ring_backward_queries": 1, "ring_backward_keys": 1}
-    # No tile of scores, let alone [S, S], is ever in the chip's main memory: 2048 x 2048 in bfloat16 would be 8 MiB.
-    assert compiled["temp_bytes"] < 8 * 2**20
+    # No [S, S] is ever made. Copies of queries or outputs with their heads first may be in main memory or in the chip's
+    # own; scores of 16 heads would take 128 MiB in bfloat16.
+    assert not re.search(r"\[(\d+,)*2048,(\d+,)*2048[,\]]", compiled["text"])
+    assert compiled["temp_bytes"] < 64 * 2**20
 
 
 def test_ring() -> None:

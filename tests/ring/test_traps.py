@@ -233,6 +233,19 @@ def test_the_next_shard_is_sent_for_before_the_current_one_is_used(mesh_of: Call
         assert last_permute < names.index("while")
 
 
+def test_no_layer_keeps_the_positions_of_every_hop(mesh_of: Callable) -> None:
+    """They travel in every layer and pass: a scan over layers would else collect them once, before its first layer, and
+    keep 8 bytes for every token of the whole sequence on each device."""
+    attend = lambda x, positions: ring.attention(x, x, x, positions=positions, plan=ring.Plan(mesh=mesh_of({"sp": 8})))
+
+    def loss(x: jax.Array, scales: jax.Array, positions: jax.Array) -> jax.Array:
+        layer = jax.checkpoint(lambda x, scale: (attend(x * scale, positions), None), prevent_cse=False)
+        return jnp.sum(jax.lax.scan(layer, x, scales)[0])
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(jnp.ones((1, 64, 2, 8)), jnp.ones(3), jnp.zeros((1, 64), jnp.int32)).jaxpr
+    assert _count_permutes(jaxpr, jnp.int32) == 3 * 3 * 8, "3 layers; forward, forward again, backward"
+
+
 @pytest.mark.parametrize("length", [1, 7, 50])
 def test_blocks_that_do_not_divide_the_shard(check_exact: Callable, length: int) -> None:
     check_exact(shape=(1, length, 2, 2, 8), query_block=8, key_block=6, num_documents=2, padding=0)
