@@ -36,6 +36,10 @@ class CorpusError(ValueError):
     """A corpus that cannot be written, opened or read; the message names the directory and says what to do."""
 
 
+class DamagedExamples(CorpusError):
+    """Records of a corpus that are not what was written: reading them again gives nothing else."""
+
+
 class Corpus:
     """A finished corpus: random access to its examples, and everything packing needs without reading them.
 
@@ -100,7 +104,7 @@ class Corpus:
         return self.read([index])[0]
 
     def read(self, indices: Sequence[int]) -> list[TokenizedExample]:
-        """Several examples at once, in the order asked for."""
+        """Several examples at once, in the order asked for; CorpusError where they cannot be read."""
         wanted = [int(index) for index in indices]
         for index in wanted:
             if not 0 <= index < len(self):
@@ -115,7 +119,8 @@ class Corpus:
             try:
                 examples = self._parts[part].read(within)
             except READ_ERRORS as error:
-                raise CorpusError(
+                kind = DamagedExamples if is_damage(error) else CorpusError
+                raise kind(
                     f"the corpus at {self.directory} is damaged: examples {wanted[:4]} cannot be read "
                     f"({reason_of(error)}); build it again"
                 ) from None
@@ -227,6 +232,11 @@ def errno_of(error: BaseException) -> int:
         return error.errno
     known = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EFBIG)
     return next((code for code in known if os.strerror(code) in str(error)), errno.EIO)
+
+
+def is_damage(error: BaseException) -> bool:
+    """Whether a record's bytes are wrong, rather than out of reach."""
+    return not isinstance(error, OSError) and errno_of(error) == errno.EIO and os.strerror(errno.EIO) not in str(error)
 
 
 def reason_of(error: BaseException) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Protocol, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from data.corpus import DamagedExamples
 from data.mixture import Mixture, ShareUnit
 from data.packing import Batch, Packing, Rows, Tokenized, Weighting, fill, learned_counts, piece_scale
 from data.vocabulary import Vocabulary
@@ -31,7 +32,8 @@ class Corpus(Protocol):
     """What the loader needs of a corpus; `data.build.Corpus` is one.
 
     lengths: int [N], slots of each example (its tokens less one). learned: int [N, 2], its learned text and vision
-    targets. counts["vision_tokens"]: 0 says that the corpus is text only. read: examples by index, in order.
+    targets. counts["vision_tokens"]: 0 says that the corpus is text only. read: examples by index, in order;
+    DamagedExamples where their records are not what was written.
     """
 
     @property
@@ -61,7 +63,9 @@ class Loader:
     slots (after the permutation) to fill, by default all; examples that have none of them are not read.
     packing: "masked" keeps examples of a row apart by segment; "concat" fits the same examples into the same rows as
     one segment; "pad" gives each a row. weighting: see `data.packing.piece_scale`; weights count the whole global
-    batch whatever part is filled. join, least_fill: see `data.mixture.Mixture`.
+    batch whatever part is filled. join, least_fill: see `data.mixture.Mixture`. max_damaged: the share of a corpus's
+    examples that may turn out to be damaged when they are read. Where one should stand is then padding that counts for
+    nothing, and `damaged` has its corpus, its number and the reason.
 
     `fingerprint` (sha256) covers what decides the global batches; layout and number of processes are not in it.
     `last_wait_seconds` is how long the latest `next` of an iterator made them wait.
@@ -82,6 +86,7 @@ class Loader:
         share_unit: ShareUnit = "tokens",
         join: bool = True,
         least_fill: float = 0.0,
+        max_damaged: float = 0.0,
         process_index: int = 0,
         process_count: int = 1,
         rows: slice | None = None,
@@ -115,7 +120,7 @@ class Loader:
                 )
         self._text_only = np.array([corpus.counts["vision_tokens"] == 0 for corpus in self._corpora])
         self._slots = _own_slots(_permutation(permutation, seq_len), seq_len, columns)
-        self._records = _Records(self.names, self._corpora)
+        self._records = _Records(self.names, self._corpora, max_damaged)
         self.last_wait_seconds = 0.0
         settings = {
             "plan": PLAN_FORMAT,
@@ -131,6 +136,11 @@ class Loader:
             "least_fill": float(least_fill),
         }
         self.fingerprint = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def damaged(self) -> dict[tuple[str, int], str]:
+        """(corpus, number of the example) -> why it could not be read, in the order met by this process."""
+        return dict(self._records.damaged)
 
     def plan(self, step: int) -> Rows:
         """What stands in the rows of the global batch of `step`; corpora are numbered as in `names`."""
@@ -217,7 +227,7 @@ class Loader:
 
 
 class _Blank:
-    """In place of an example that is not needed: any length, no memory."""
+    """In place of an example that is not needed, or not there: any length, no memory."""
 
     def __init__(self, length: int) -> None:
         self.tokens = np.broadcast_to(np.int32(0), length)
@@ -282,8 +292,9 @@ class _Steps:
 class _Records:
     """Examples by (corpus, index), those of a batch read together, the latest few million tokens kept."""
 
-    def __init__(self, names: Sequence[str], corpora: Sequence[Corpus]) -> None:
-        self._names, self._corpora = names, corpora
+    def __init__(self, names: Sequence[str], corpora: Sequence[Corpus], max_damaged: float) -> None:
+        self._names, self._corpora, self._max_damaged = names, corpora, max_damaged
+        self.damaged: dict[tuple[str, int], str] = {}
         self._kept: OrderedDict[tuple[int, int], Tokenized] = OrderedDict()
         self._tokens_kept = 0
         self._lock = threading.Lock()
@@ -300,7 +311,7 @@ class _Records:
         missing = sorted(set(wanted) - found.keys())
         for c in sorted({c for c, _ in missing}):
             indices = [index for at, index in missing if at == c]
-            records = self._corpora[c].read(indices)
+            records = self._read(c, indices)
             for index, record in zip(indices, records, strict=True):
                 if len(record.tokens) - 1 != int(self._corpora[c].lengths[index]):
                     raise ValueError(
@@ -317,6 +328,23 @@ class _Records:
                 _, dropped = self._kept.popitem(last=False)
                 self._tokens_kept -= len(dropped.tokens)
         return [found[key] for key in wanted]
+
+    def _read(self, c: int, indices: list[int]) -> Sequence[Tokenized]:
+        try:
+            return self._corpora[c].read(indices)
+        except DamagedExamples as error:
+            if len(indices) > 1:
+                return [record for index in indices for record in self._read(c, [index])]
+            name, lengths = self._names[c], self._corpora[c].lengths
+            with self._lock:
+                self.damaged[name, indices[0]] = str(error)
+                count = sum(corpus == name for corpus, _ in self.damaged)
+            if count > self._max_damaged * len(lengths):
+                raise DamagedExamples(
+                    f"{count} of the {len(lengths)} examples of the corpus {name!r} are damaged, and max_damaged is "
+                    f"{self._max_damaged:g}: {error}"
+                ) from None
+            return [_Blank(int(lengths[indices[0]]) + 1)]
 
 
 def _own_rows(batch_rows: int, process_index: int, process_count: int, rows: slice | None) -> slice:

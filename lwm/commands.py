@@ -50,7 +50,7 @@ def ask(
     top_p: Annotated[float | None, typer.Option(help="Share of the probability to draw from.")] = None,
     seed: SeedOption = 0,
 ) -> None:
-    """Ask about a video, an image or a text; the answer is printed as it comes."""
+    """Ask about a video, an image or a text; the answer is printed as it comes. On a cluster, run it on every host."""
     about = [path for path in (video, image, document) if path is not None]
     if len(about) != 1:
         raise ValueError(f"give one of --video, --image and --text; there are {len(about)}")
@@ -133,7 +133,7 @@ def generate(
     ] = None,
     seed: SeedOption = 0,
 ) -> None:
-    """Draw an image or a video from words."""
+    """Draw an image or a video from words. On a cluster, run it on every host."""
     from data.examples import SYSTEM
     from lwm import media, prompts
     from lwm.serving import open_run

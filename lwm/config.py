@@ -236,6 +236,11 @@ class StageConfig(Section):
         description="where whole examples fill less than this share of a row, some are cut to fill more; 0: only those "
         "longer than a row are",
     )
+    max_damaged: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.001,
+        description="share of a corpus's examples that may turn out damaged when they are read: each is left out and "
+        "listed in damaged_examples.jsonl; more end the run",
+    )
     pack_together: bool = Field(
         default=True, description="rows may hold examples of several corpora; false: each row those of one"
     )

@@ -170,6 +170,7 @@ def make_loader(
         share_unit=stage.share_unit,
         join=stage.pack_together,
         least_fill=stage.least_fill,
+        max_damaged=stage.max_damaged,
         rows=rows,
         columns=columns,
     )

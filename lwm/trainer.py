@@ -26,7 +26,7 @@ from lwm.step import BATCH_KEYS, VOTE_NO_BATCH, VOTE_NONE, VOTE_STOP, CompiledSt
 from lwm.telemetry import METRICS_FILE, Clock, StepReport, Telemetry, memory_metrics, read_metrics
 from lwm.tracking import ID_FILE, open_telemetry
 
-SKIPPED_FILE = "skipped_batches.jsonl"
+SKIPPED_FILE, DAMAGED_FILE = "skipped_batches.jsonl", "damaged_examples.jsonl"
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,7 @@ class _Run:
         self.records: list[Record] = []
         self.data: dict[str, Any] = {}
         self.tokens, self.failed_saves, self.failed_in_a_row, self.saved_step = 0, 0, 0, -1
+        self.damaged: set[tuple[str, int]] = set()
         self.vote, self.no_batch = VOTE_NONE, ""
         # On CPUs, collectives between processes hold threads of one small pool while they wait for their peers: those
         # of two steps at once can leave none for what the peers wait for.
@@ -269,12 +270,14 @@ class _Run:
                 "perf/host_seconds": late.host_seconds,
                 "perf/tokens_per_second_per_device": stage.tokens_per_step / max(seconds, 1e-9) / jax.device_count(),
                 "data/tokens_seen": self.tokens,
+                "data/damaged_examples": len(run.loader.damaged),
                 "data/fill_fraction": int(metrics.tokens) / stage.tokens_per_step,
                 **memory_metrics(),
                 **self.goodput.metrics(),
             },
         )
         self.telemetry.step(report)
+        self._note_damaged(run)
         progress.skipped_in_a_row = int(metrics.skipped_in_a_row)
         if metrics.skipped_in_a_row:
             self._note_skipped(run, late.step, metrics)
@@ -296,11 +299,22 @@ class _Run:
             for number, name in enumerate(run.loader.names)
         }
         line = {"step": self._steps_before(run.index) + step, "stage": run.stage.name, "stage_step": step}
+        self._append(SKIPPED_FILE, {**line, "reason": reason, "examples": examples})
+
+    def _note_damaged(self, run: PreparedStage) -> None:
+        """Say which examples this process could not read and left out, once each."""
+        for (corpus, number), reason in run.loader.damaged.items():
+            if (corpus, number) not in self.damaged:
+                self.damaged.add((corpus, number))
+                self.telemetry.say(f"warning: example {number} of corpus {corpus} is left out: {reason}")
+                self._append(DAMAGED_FILE, {"corpus": corpus, "example": number, "reason": reason})
+
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
         try:
-            with open(self.directory / SKIPPED_FILE, "a") as file:
-                print(json.dumps({**line, "reason": reason, "examples": examples}), file=file)
+            with open(self.directory / name, "a") as file:
+                print(json.dumps(record), file=file)
         except OSError as error:
-            self.telemetry.say(f"warning: cannot write {self.directory / SKIPPED_FILE} ({error.strerror})")
+            self.telemetry.say(f"warning: cannot write {self.directory / name} ({error.strerror})")
 
     def _save(self, run: PreparedStage, state: TrainState, step: int, progress: StageProgress, stopping: bool) -> None:
         """Begin a save, after the one before is done; at the end of a stage or run wait for it, trying twice."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from data.corpus import DamagedExamples
 from data.loader import Loader
 from data.vocabulary import Vocabulary
 
@@ -279,6 +280,33 @@ def test_what_goes_wrong_in_a_thread_reaches_the_caller():
     with pytest.raises(ValueError, match="the corpus at clips is damaged"):
         next(batches)
     assert wait_for_threads(before) <= before
+
+
+def test_damaged_examples_are_left_out_up_to_a_share():
+    corpora = make_corpora()
+    whole, read = make_loader().batch(1), corpora["text"].read
+    plan = make_loader().plan(1)
+    bad = int(plan.example[plan.corpus == 2][0])
+
+    def damaged(indices):
+        if bad in indices:
+            raise DamagedExamples(f"examples {list(indices)} cannot be read")
+        return read(indices)
+
+    corpora["text"].read = damaged
+    loader = make_loader(corpora, max_damaged=0.005)  # one of 200
+    batch = loader.batch(1)
+    assert loader.damaged == {("text", bad): f"examples [{bad}] cannot be read"}
+    place = np.zeros(whole["tokens"].shape, bool)
+    filled = np.arange(64) < np.add.reduceat(plan.length, plan.offsets[:-1])[:, None]
+    place[filled] = np.repeat((plan.corpus == 2) & (plan.example == bad), plan.length)
+    assert place.any()
+    for name in ("tokens", "targets", "loss_weights"):
+        assert not batch[name][place].any()
+        np.testing.assert_array_equal(batch[name][~place], whole[name][~place], err_msg=name)
+    message = "1 of the 200 examples of the corpus 'text' are damaged, and max_damaged is 0.004"
+    with pytest.raises(ValueError, match=message):
+        make_loader(corpora, max_damaged=0.004).batch(1)
 
 
 def test_short_examples_are_filled_fast():

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -232,6 +233,32 @@ def test_a_process_that_cannot_read_its_data_saves_what_it_has(
     assert checkpoint.Checkpoints(tmp_path / "checkpoints").steps() == [3]
     train(config)
     assert losses(config) == losses(straight)
+
+
+def test_a_damaged_record_is_left_out_and_named(
+    undisturbed: tuple[RunConfig, list[stages.Record], str], corpus: Path, tmp_path: Path
+) -> None:
+    """A bit of the corpus on disk flips: the examples behind it are padding, or, where they are too many, the end."""
+    straight, _, _ = undisturbed
+    shutil.copytree(corpus, tmp_path / "corpus")
+    (records,) = (tmp_path / "corpus").rglob("*.array_record-*")
+    content = bytearray(records.read_bytes())
+    written = np.flatnonzero(np.frombuffer(content, np.uint8))  # the rest of the file's block is empty
+    content[written[written.size // 2]] ^= 1
+    records.write_bytes(content)
+    short = straight.stages[0].model_dump()
+    message = "of the 40 examples of the corpus 'tiny' are damaged, and max_damaged is 0.001"
+    with pytest.raises(ValueError, match=message):
+        train(run_config(tmp_path / "corpus", tmp_path / "strict", short))
+    config = run_config(tmp_path / "corpus", tmp_path / "run", short | {"max_damaged": 0.2})
+    _, said = train(config)
+    lines = [json.loads(line) for line in (tmp_path / "run" / trainer.DAMAGED_FILE).read_text().splitlines()]
+    numbers = {line["example"] for line in lines}
+    assert len(lines) == len(numbers) > 0
+    assert all(f"example {number} of corpus tiny is left out" in said for number in numbers)
+    last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert last["data/damaged_examples"] == len(numbers)
+    assert np.isfinite(last["train/loss"])
 
 
 def test_non_finite_gradients_are_skipped_and_end_the_run(corpus: Path, tmp_path: Path) -> None:
