@@ -182,12 +182,12 @@ def check(config: RunConfig, num_devices: int | None = None) -> list[StageMemory
     return reports
 
 
-def format_bytes(size: int) -> str:
-    """`512 kB`, `1.23 GB`; decimal units, as memory of accelerators is quoted."""
-    for limit, unit in ((1e6, "kB"), (1e9, "MB"), (math.inf, "GB")):
-        if size < limit:
-            return f"{size / (limit / 1e3 if limit < math.inf else 1e9):.3g} {unit}"
-    raise AssertionError("the last limit is infinite")
+def format_bytes(size: float) -> str:
+    """`512 kB`, `1.23 GB`, `22 TB`; decimal units, as memory of accelerators is quoted."""
+    unit, one = next(
+        ((unit, one) for unit, one in (("kB", 1e3), ("MB", 1e6), ("GB", 1e9)) if size < 1e3 * one), ("TB", 1e12)
+    )
+    return f"{size / one:.3g} {unit}"
 
 
 def memory_table(config: RunConfig, reports: Sequence[StageMemory]) -> Table:

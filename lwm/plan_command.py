@@ -29,9 +29,11 @@ def plan(
     suggest: Annotated[
         bool, typer.Option("--suggest", help="Search meshes and strategies; compile and rank the best few.")
     ] = False,
-    candidates: Annotated[int, typer.Option(min=1, help="With --suggest: how many are compiled.")] = 3,
+    candidates: Annotated[
+        int | None, typer.Option(min=1, help="With --suggest: how many are compiled [default: 3].")
+    ] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw memory and predicted time into this .png or .svg.")
+        Path | None, typer.Option(metavar="FILE", help="Draw memory and predicted time into this .png, .svg or .pdf.")
     ] = None,
     keep: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep the text of each compiled program here.")
@@ -41,22 +43,24 @@ def plan(
     from lwm.config import load_config
     from lwm.topology import parse
 
+    _check_options(suggest, candidates, plot, keep)
     run, where = load_config(config, overrides or ()), parse(topology)
     # Nothing is computed here: keep a TPU or GPU that another job is using out of it.
     os.environ["JAX_PLATFORMS"] = "cpu"
     from lwm import plan as planning
+    from lwm import plan_report
 
     stages = run.stages if stage is None else (run.stage(stage),)
     if suggest:
-        _suggest(run, stages, where, candidates, as_json)
+        _suggest(run, stages, where, candidates or 3, as_json)
         return
     plans = _plan_all(run, stages, where, keep)
     if plot is not None:
-        planning.draw(plans, plot)
+        plan_report.draw(plans, plot)
     if as_json:
         print(planning.to_json(run, plans))
     else:
-        planning.print_report(run, plans, _console())
+        plan_report.print_report(run, plans, _console())
         if plot is not None:
             print(f"plot: {plot}")
     failed = [each for each in plans if not each.fits]
@@ -64,10 +68,22 @@ def plan(
         raise ValueError("; ".join(planning.verdict(each) for each in failed))
 
 
+def _check_options(suggest: bool, candidates: int | None, plot: Path | None, keep: Path | None) -> None:
+    """ValueError for what would be ignored, or fail after minutes of compiling."""
+    from lwm.plan_report import PICTURES
+
+    if plot is not None and plot.suffix not in PICTURES:
+        raise ValueError(f"--plot {plot} is not a picture; give a file that ends in {', '.join(PICTURES)}")
+    if suggest and (plot is not None or keep is not None):
+        raise ValueError("--suggest prints a ranking and takes no --plot or --keep; plan the stage that you choose")
+    if candidates is not None and not suggest:
+        raise ValueError("--candidates says how many --suggest compiles; give --suggest, too")
+
+
 def _console() -> "Console":
     from rich.console import Console
 
-    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else 240)
+    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160)
 
 
 def _plan_all(

@@ -42,6 +42,8 @@ _OUT_OF_MEMORY = re.compile(
 )
 # Positions and segments travel beside keys, values and their gradients: permutes below this part of the largest.
 _SMALL = 0.1
+# A transfer is exposed where what runs beside it takes less than this part of its time.
+_NEXT_TO_NOTHING = 0.1
 _UNITS = {"K": 2.0**10, "M": 2.0**20, "G": 2.0**30, "T": 2.0**40}
 
 
@@ -61,9 +63,9 @@ class Memory:
 class Traffic:
     """Transfers of one kind over the same axes in one step of one device.
 
-    `count`: how many; `exposed`: how many of them nothing computes behind; `synchronous`: how many are not even
-    started ahead. `num_bytes`, `seconds`: all together. `exposed_seconds`: what they take beyond the computation
-    between start and done.
+    `count`: how many; `exposed`: behind how many of them nothing, or next to nothing, computes; `synchronous`: how many
+    are not even started ahead. `num_bytes`, `seconds`: all together. `exposed_seconds`: what they take beyond the
+    computation between start and done.
     """
 
     kind: str
@@ -297,10 +299,11 @@ def _cost(module: Module, resolved: ResolvedStage, where: Topology) -> schedule.
             return max(learned, 1.0)
         return visited / entries[_pass(loop)] if attention[loop.name].innermost else outer
 
-    kernels = sum(count for count, each in module.instructions() if schedule.is_kernel(each))
+    # Kernels say how they compare with each other; together they take what the chip needs for the stage's attention.
+    said = sum(count * schedule.kernel_flops(each) for count, each in module.instructions() if schedule.is_kernel(each))
     chip = where.generation.chip
     seconds = prediction.work(resolved, where.num_devices).attention / (chip.flops * chip.efficiency)
-    return schedule.Cost(where.generation.clock, visits, seconds / kernels if kernels else 0.0)
+    return schedule.Cost(where.generation.clock, visits, said / seconds)
 
 
 def _pass(loop: Instruction) -> str:
@@ -335,7 +338,7 @@ def _traffic(module: Module, transfer: Transfer, cost: schedule.Cost, link: Link
         kind=transfer.kind,
         axes=transfer.axes,
         count=transfer.times,
-        exposed=transfer.times if transfer.exposed else 0,
+        exposed=transfer.times if transfer.exposed or hiding < _NEXT_TO_NOTHING * seconds else 0,
         synchronous=transfer.times if transfer.hidden_by is None else 0,
         num_bytes=transfer.num_bytes * transfer.times,
         seconds=seconds * transfer.times,

@@ -144,7 +144,7 @@ class Module:
         if instruction.opcode == "call" and (callee := instruction.attribute("to_apply")):
             return self.seconds(callee, cost)
         if is_kernel(instruction):
-            return cost.kernel_seconds
+            return kernel_flops(instruction) / cost.kernel_rate if cost.kernel_rate else 0.0
         return instruction.cycles / cost.clock
 
     def instructions(self) -> Iterator[tuple[int, Instruction]]:
@@ -156,16 +156,22 @@ class Module:
 
 @dataclass(frozen=True)
 class Cost:
-    """What the text alone does not say: turns of each data-dependent loop, seconds of a kernel of our own."""
+    """What the text alone does not say: turns of each data-dependent loop, FLOP/s in a kernel of our own."""
 
     clock: float
     visits: Callable[[Instruction], float]
-    kernel_seconds: float = 0.0
+    kernel_rate: float = 0.0
 
 
 def is_kernel(instruction: Instruction) -> bool:
     """Whether it is a hand-written kernel, of which the compiler estimates nothing."""
     return instruction.opcode == "custom-call" and "tpu_custom_call" in instruction.rest
+
+
+def kernel_flops(instruction: Instruction) -> int:
+    """What a kernel says of itself to the compiler; 0 where it says nothing."""
+    match = re.search(r'"cost_estimate":\{"flops":"(\d+)"', instruction.rest)
+    return int(match[1]) if match else 0
 
 
 def parse(text: str) -> Module:

@@ -13,8 +13,9 @@ import pytest
 
 from lwm import cli, suggest, tpu_compiler
 from lwm.config import RunConfig, StageConfig
-from lwm.plan import StagePlan, draw, judge, plan_stage, verdict
+from lwm.plan import StagePlan, judge, plan_stage, verdict
 from lwm.plan_compile import Compiled, Memory, Traffic, compile_elsewhere
+from lwm.plan_report import draw
 from lwm.topology import Topology, parse
 
 ROOT = Path(__file__).resolve().parents[2]
