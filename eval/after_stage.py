@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from data.synthetic import Haystack, sentences
+from data.synthetic import Haystack, frames_that_fit, sentences
 from data.video import read_frames
 from eval import needle_text, needle_video, pages, plots, runner
 from eval.haystack import VideoHaystack, answer_decoder
 from eval.protocol import Case
 from lwm import cluster
-from lwm.config import NeedlesConfig, RunConfig, fingerprint
+from lwm.config import NeedlesConfig, RunConfig, StageConfig, fingerprint
 from lwm.corpora import text_tokenizer_of, vision_tokenizer_of, vocabulary_of
 from lwm.following import follow
 from lwm.media import find
@@ -41,11 +41,8 @@ class NeedlesAfterStage:
         self._text = text_tokenizer_of(config)
         self._vision = vision_tokenizer_of(config) if any(each.video for each in wanted) else None
         for stage in config.stages:
-            if stage.needles is not None and max(stage.needles.lengths) > stage.seq_len:
-                raise ValueError(
-                    f"stage {stage.name}: needles.lengths has {max(stage.needles.lengths)}, above its seq_len "
-                    f"{stage.seq_len}; shorten it"
-                )
+            if stage.needles is not None:
+                self._check(stage, stage.needles)
 
     def __call__(self, ended: Ended) -> None:
         """Of several processes the first asks, and all compute."""
@@ -103,6 +100,22 @@ class NeedlesAfterStage:
         ended.telemetry.log(metrics, step=ended.step, stage=ended.stage.name)
         ended.telemetry.image(f"eval/{name}", picture.path, step=ended.step, caption=picture.caption)
         ended.telemetry.say(f"stage {ended.stage.name}: {name} {summary['accuracy']:.1%} right, {picture.path}")
+
+    def _check(self, stage: StageConfig, needles: NeedlesConfig) -> None:
+        """What would go wrong at the end of the stage goes wrong now: hours of training lie between."""
+        longest, least = max(needles.lengths), min(needles.lengths)
+        if longest > stage.seq_len:
+            raise ValueError(
+                f"stage {stage.name}: needles.lengths has {longest}, above its seq_len {stage.seq_len}; shorten it"
+            )
+        try:
+            self._text_cases(needles.model_copy(update={"lengths": (least,), "depths": (0.0,), "rounds": 1}))
+            if needles.video:
+                assert self._vision is not None
+                find([Path(each) for each in needles.video])
+                frames_that_fit(least, self._vision.codes_per_frame, self._text, vocabulary_of(self._config))
+        except ValueError as error:
+            raise ValueError(f"stage {stage.name}: needles cannot be asked: {error}") from error
 
     def _text_cases(self, needles: NeedlesConfig) -> list[Case]:
         texts = [read_document(Path(file)) for file in needles.haystack]

@@ -308,18 +308,21 @@ class Telemetry:
 
     def log(self, metrics: Mapping[str, Any], *, step: int, **labels: Any) -> None:
         """Record metrics of global step `step`; `labels` (stage=...) are written beside them."""
-        if self._file is None:
-            return
-        failed_before = self._file.failures
-        record = {"step": step, "time": round(self._wall(), 3), **labels, **metrics}
-        if not self._file.write(record) and failed_before == 0:
-            self.say(f"warning: cannot write {self._file.path} (is the disk full?); metrics wait in memory")
+        self._record({**labels, **metrics}, step)
         for tracker in self._trackers:
             tracker.log(metrics, step)
 
+    def _record(self, values: Mapping[str, Any], step: int) -> None:
+        if self._file is None:
+            return
+        failed_before = self._file.failures
+        record = {"step": step, "time": round(self._wall(), 3), **values}
+        if not self._file.write(record) and failed_before == 0:
+            self.say(f"warning: cannot write {self._file.path} (is the disk full?); metrics wait in memory")
+
     def image(self, name: str, path: str | Path, *, step: int, caption: str = "") -> None:
         """Note a picture that was written to `path`, and hand it to the trackers."""
-        self.log({"image/" + name: str(path)}, step=step)
+        self._record({"image/" + name: str(path)}, step)
         for tracker in self._trackers:
             tracker.image(name, Path(path), step, caption)
 

@@ -269,6 +269,7 @@ class _Run:
                 "optim/skipped_steps": int(metrics.skipped),
                 "perf/host_seconds": late.host_seconds,
                 "perf/tokens_per_second_per_device": stage.tokens_per_step / max(seconds, 1e-9) / jax.device_count(),
+                "data/seq_len": stage.seq_len,
                 "data/tokens_seen": self.tokens,
                 "data/damaged_examples": len(run.loader.damaged),
                 "data/fill_fraction": int(metrics.tokens) / stage.tokens_per_step,

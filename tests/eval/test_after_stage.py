@@ -34,6 +34,9 @@ def test_what_a_stage_cannot_ask_is_refused_before_training(needles_config: RunC
     longer = stage.model_copy(update={"needles": stage.needles.model_copy(update={"lengths": (96, 129)})})
     with pytest.raises(ValueError, match=r"stage only: needles.lengths has 129, above its seq_len 128"):
         NeedlesAfterStage(config.model_copy(update={"stages": (longer,)}))
+    shorter = stage.model_copy(update={"needles": stage.needles.model_copy(update={"lengths": (40, 96)})})
+    with pytest.raises(ValueError, match=r"stage only: needles cannot be asked: length is 40; .* take \d+ tokens"):
+        NeedlesAfterStage(config.model_copy(update={"stages": (shorter,)}))
     seeing = stage.model_copy(update={"needles": stage.needles.model_copy(update={"video": ("clips",)})})
     with pytest.raises(ValueError, match="there is no vision tokenizer"):
         NeedlesAfterStage(config.model_copy(update={"stages": (seeing,)}))
