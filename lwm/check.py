@@ -85,7 +85,11 @@ def kept_bytes(resolved: ResolvedStage) -> int:
         "offload": 0,
         "offload_attention": lse,
     }
-    return resolved.tokens_per_device * per_token[stage.remat]
+    return _tokens_at_once(resolved) * per_token[stage.remat]
+
+
+def _tokens_at_once(resolved: ResolvedStage) -> int:
+    return resolved.tokens_per_device // resolved.stage.accumulate
 
 
 def _width(stage: StageConfig) -> int:
@@ -111,7 +115,7 @@ def activation_bytes(resolved: ResolvedStage) -> int:
     gradients, its weights gathered in the compute dtype, and one chunk of float32 logits with its gradient.
     """
     stage, config, tp = resolved.stage, resolved.model, resolved.mesh_sizes["tp"]
-    tokens, width = resolved.tokens_per_device, _width(stage)
+    tokens, width = _tokens_at_once(resolved), _width(stage)
     vocabulary = max(config.text_vocab_size, config.vision_vocab_size) // tp
     # At work, silu, its derivative and its product live beside what is kept.
     at_work = 6 * min(tokens, stage.mlp_chunk) if stage.mlp_chunk else 3 * tokens
@@ -135,7 +139,8 @@ def stage_memory(config: RunConfig, stage: StageConfig, num_devices: int) -> Sta
         num_devices=num_devices,
         num_parameters=total,
         parameters=size,
-        gradients=size,
+        # The sum so far, and those of the part at work.
+        gradients=size if stage.accumulate == 1 else 2 * size,
         optimizer=ADAM_MOMENTS * size,
         activations=activation_bytes(resolved),
     )

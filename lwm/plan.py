@@ -55,7 +55,7 @@ class StagePlan:
 
     @property
     def exposed_permutes(self) -> float:
-        """Permutes of keys, values and their gradients in one layer, all passes, behind which next to nothing computes."""
+        """Permutes of keys, values and their gradients in one layer, all passes, that next to nothing hides."""
         count = sum(each.exposed for each in self.compiled.traffic if each.kind == "collective-permute")
         return count / (self.resolved.model.num_layers * self.resolved.stage.accumulate)
 
@@ -94,6 +94,7 @@ class StagePlan:
             "stage_tokens": stage.tokens_per_step * stage.steps,
             "advice": [asdict(each) for each in self.advice],
             "compile_seconds": compiled.compile_seconds,
+            "compile_cpu_seconds": compiled.cpu_seconds,
             "compile_host_bytes": compiled.child_bytes,
         }
 

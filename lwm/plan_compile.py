@@ -83,7 +83,8 @@ class Compiled:
     """One stage, compiled. `error` is the compiler's reason where it could not; then the rest is what is known.
 
     `compute_seconds`: of one step by the compiler's estimates, 0 where it makes none. `ring_hops`: links between ring
-    neighbours that are the farthest apart. `child_bytes`: memory of the host that compiling took.
+    neighbours that are the farthest apart. `child_bytes`: memory of the host that compiling took. `compile_seconds` on
+    the clock, `cpu_seconds` of all the host's cores together.
     `kernel_launches`: of hand-written kernels in one step; attention then takes what `ring.cost` assumes of its FLOPs.
     """
 
@@ -95,6 +96,7 @@ class Compiled:
     compile_seconds: float
     child_bytes: int
     kernel_launches: int = 0
+    cpu_seconds: float = 0.0
     error: str | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -187,17 +189,17 @@ def compile_here(config: RunConfig, stage: StageConfig, where: Topology, keep_te
     resolved = resolve_stage(config, stage, where.num_devices)
     devices = _devices(where)
     mesh = sharding.make_mesh(stage.mesh, devices)
-    begin = time.monotonic()
+    begin, cpu = time.monotonic(), time.process_time()
     try:
         compiled = CompiledStep(resolved.model, stage, mesh).compiled
     except jax.errors.JaxRuntimeError as error:
         return _failed(str(error), where, time.monotonic() - begin)
-    seconds = time.monotonic() - begin
+    seconds, cpu = time.monotonic() - begin, time.process_time() - cpu
     text = compiled.as_text() or ""
     if keep_text is not None:
         keep_text.write_text(text)
     memory = _memory(compiled.memory_analysis(), where)
-    return read(resolved, where, text, memory, mesh.devices, seconds)
+    return replace(read(resolved, where, text, memory, mesh.devices, seconds), cpu_seconds=cpu)
 
 
 def read(

@@ -209,7 +209,7 @@ class Advice:
 def advice(resolved: ResolvedStage) -> list[Advice]:
     """Changes of a stage that lower its memory, the most helpful first; estimates by formula."""
     stage, config, sizes = resolved.stage, resolved.model, resolved.mesh_sizes
-    tokens = resolved.tokens_per_device
+    tokens = resolved.tokens_per_device // stage.accumulate
     width = 2 if stage.compute_dtype == "bfloat16" else _FLOAT32
     inputs = width * config.num_layers * config.hidden_size * tokens
     found = []

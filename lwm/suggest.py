@@ -7,14 +7,14 @@ parallelism and gathered weights; memory is `lwm.check`'s estimate. Only what is
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from lwm import prediction
-from lwm.check import stage_memory
+from lwm.check import format_bytes, stage_memory
 from lwm.config import MeshConfig, RunConfig, StageConfig
 from lwm.plan import Compile, StagePlan, format_seconds, plan_stage, verdict
 from lwm.plan_compile import compile_elsewhere
@@ -23,22 +23,32 @@ from lwm.telemetry import format_count
 from lwm.topology import Topology
 from ring import cost
 
-_GB = 1e9
+# Estimates that differ by less are taken for the same.
+_ALIKE = 0.02
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A stage with another mesh, strategy or remat: estimated seconds of a step and bytes of a device."""
+    """A stage with another mesh, strategy, remat or accumulation: estimated seconds of a step and bytes of a device.
+    `own`: the stage as the configuration has it."""
 
     stage: StageConfig
     seconds: float
     num_bytes: int
+    own: bool = False
 
     @property
     def label(self) -> str:
         """What to write into the configuration."""
         mesh = ", ".join(f"{axis}: {size}" for axis, size in self.stage.mesh if size != 1 or axis == "fsdp")
-        return f"mesh {{{mesh}}}, {self.stage.attention.strategy}, remat {self.stage.remat}"
+        label = f"mesh {{{mesh}}}, {self.stage.attention.strategy}, remat {self.stage.remat}"
+        if self.stage.accumulate > 1:
+            label += f", accumulate {self.stage.accumulate}"
+        return f"{label} (as it is)" if self.own else label
+
+    def same_as(self, other: "Candidate") -> bool:
+        """Whether both compile to the same program."""
+        return replace(self, own=False).label == replace(other, own=False).label
 
 
 @dataclass(frozen=True)
@@ -67,7 +77,8 @@ def _splits(num_devices: int, heads: int, kv_heads: int) -> Iterator[tuple[int, 
 
 
 def candidates(config: RunConfig, stage: StageConfig, where: Topology) -> list[Candidate]:
-    """Every mesh and strategy that can be built, the fastest that should fit first."""
+    """Every mesh and strategy that can be built, the fastest that should fit first; of those that the formula cannot
+    tell apart (`_ALIKE`), the one that changes and takes least. What should not fit comes last, the smallest first."""
     found = []
     usable = where.generation.usable_bytes
     model = config.model
@@ -76,16 +87,46 @@ def candidates(config: RunConfig, stage: StageConfig, where: Topology) -> list[C
         attention = stage.attention.model_copy(update={"strategy": strategy})
         mesh = MeshConfig(dp=1, fsdp=fsdp, sp=sp, ulysses=ulysses, tp=tp)
         changed = stage.model_copy(update={"mesh": mesh, "attention": attention})
-        for remat in dict.fromkeys((stage.remat, "offload")):
-            option = changed.model_copy(update={"remat": remat})
+        tried = []
+        for option in _smaller_and_smaller(changed):
             try:
                 memory = stage_memory(config, option, where.num_devices)
             except ValueError:
-                continue  # does not divide
-            found.append(Candidate(option, estimate(memory.resolved, where), memory.total))
+                break  # does not divide
+            tried.append(Candidate(option, estimate(memory.resolved, where), memory.total))
             if memory.total <= usable:
                 break
-    return sorted(found, key=lambda each: (each.num_bytes > usable, each.seconds))
+        if tried:
+            found.append(min(tried, key=lambda each: each.num_bytes))
+    fastest = min((each.seconds for each in found if each.num_bytes <= usable), default=1.0)
+
+    def order(each: Candidate) -> tuple[float, ...]:
+        if each.num_bytes > usable:
+            return math.inf, each.num_bytes
+        changes = (each.stage.remat, each.stage.accumulate) != (stage.remat, stage.accumulate)
+        return math.log(each.seconds / fastest) // math.log1p(_ALIKE), changes, each.num_bytes, each.seconds
+
+    return sorted(found, key=order)
+
+
+def _smaller_and_smaller(stage: StageConfig) -> Iterator[StageConfig]:
+    """The stage, then with ever less memory and ever more to do: layer inputs in the host's memory, and the batch in
+    more parts."""
+    accumulate = stage.accumulate
+    while stage.batch_rows % accumulate == 0:
+        for remat in dict.fromkeys((stage.remat, "offload")):
+            yield stage.model_copy(update={"remat": remat, "accumulate": accumulate})
+        accumulate *= 2
+
+
+def as_configured(config: RunConfig, stage: StageConfig, where: Topology) -> Candidate | None:
+    """The stage with its own mesh, if that fits the slice's devices: what a suggestion has to beat."""
+    try:
+        memory = stage_memory(config, stage, where.num_devices)
+    except ValueError:
+        return None
+    mesh = MeshConfig(**memory.resolved.mesh_sizes)
+    return Candidate(stage.model_copy(update={"mesh": mesh}), estimate(memory.resolved, where), memory.total, own=True)
 
 
 def estimate(resolved: Any, where: Topology) -> float:
@@ -124,7 +165,10 @@ def search(
     compile_stage: Compile = compile_elsewhere,
     progress: Callable[[], None] = lambda: None,
 ) -> Ranking:
-    """Compile the best `num_compiled` candidates; ValueError where no mesh of this slice divides the stage."""
+    """Compile the best `num_compiled` candidates, the stage as it is among them unless only one is asked for.
+
+    ValueError where no mesh of this slice divides the stage, or nothing compiles.
+    """
     options = candidates(config, stage, where)
     if not options:
         raise ValueError(
@@ -132,10 +176,22 @@ def search(
             f"{stage.seq_len} tokens, {config.model.num_heads} heads and width {config.model.hidden_size}; "
             "use another slice"
         )
-    plans = []
-    for option in options[:num_compiled]:
-        plans.append((option, plan_stage(config, option.stage, where, compile_stage)))
+    own = as_configured(config, stage, where)
+    if own is not None and num_compiled > 1:
+        options = [own, *(each for each in options if not each.same_as(own))]
+    plans: list[tuple[Candidate, StagePlan]] = []
+    refused: ValueError | None = None
+    for option in options:
+        try:
+            plans.append((option, plan_stage(config, option.stage, where, compile_stage)))
+        except ValueError as error:
+            refused = error  # as attention refuses heads that a strategy cannot divide
+            continue
         progress()
+        if len(plans) == num_compiled:
+            break
+    if not plans and refused is not None:
+        raise refused
 
     def order(entry: tuple[Candidate, StagePlan]) -> tuple[bool, float]:
         predicted = entry[1].predicted
@@ -166,8 +222,8 @@ def print_ranking(rankings: Sequence[Ranking], console: Console) -> None:
                 )
             table.add_row(
                 option.label,
-                f"{plan.compiled.memory.peak / _GB:.2f} GB",
-                f"{plan.compiled.usable_bytes / _GB:.1f} GB",
+                format_bytes(plan.compiled.memory.peak),
+                format_bytes(plan.compiled.usable_bytes),
                 "yes" if plan.fits else "NO",
                 *times,
                 format_seconds(option.seconds),

@@ -94,6 +94,7 @@ def as_row(row: Row, plan: StagePlan) -> dict[str, Any]:
         "predicted_exposed_s": None if predicted is None else round(predicted.exposed_seconds, 2),
         "roofline_step_s": None if predicted is None else round(predicted.roofline_seconds, 1),
         "compile_s": round(plan.compiled.compile_seconds, 1),
+        "compile_cpu_s": round(plan.compiled.cpu_seconds, 1),
         "compile_host_gb": round(plan.compiled.child_bytes / _GB, 2),
     }
 
@@ -102,7 +103,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     """Markdown, in the order of ROWS, of the rows that have been compiled."""
     lines = [
         "| row | tokens x rows | slice | chips | kernel | peak HBM | may be | host | within | exposed permutes a layer "
-        "| predicted step | predicted MFU | compiled in |",
+        "| predicted step | predicted MFU | compiled in (CPU) |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in ROWS:
@@ -114,7 +115,10 @@ def table(results: dict[str, dict[str, Any]]) -> str:
         mfu = "-" if one["predicted_mfu"] is None else f"{one['predicted_mfu']:.1%}"
         cells = [row.name, f"{one['tokens']:,} x {one['rows']}", one["topology"], str(one["devices"]), one["kernel"]]
         cells += [f"{one['peak_hbm_gb']} GB", limit, host, "yes" if one["within_bar"] else "**no**"]
-        cells += [f"{one['exposed_permutes']:g}", step, mfu, format_seconds(one["compile_s"])]
+        took = format_seconds(one["compile_s"])
+        if one.get("compile_cpu_s"):
+            took += f" ({format_seconds(one['compile_cpu_s'])})"
+        cells += [f"{one['exposed_permutes']:.3g}", step, mfu, took]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -129,16 +129,20 @@ def test_what_does_not_fit_names_a_knob(config: RunConfig, tmp_path: Path) -> No
 
 
 def test_suggest_ranks_what_was_compiled(config: RunConfig) -> None:
-    """The formula's order is overruled by what the compiler says."""
+    """The formula's order is overruled by what the compiler says, and the stage as it is takes part."""
     seen: list[StageConfig] = []
 
     def compile_stage(_: RunConfig, stage: StageConfig, where: Topology) -> Compiled:
         seen.append(stage)
+        if len(seen) == 2:
+            raise ValueError("heads do not divide")
         return compiled(compute_seconds=10.0 - len(seen))
 
     ranking = suggest.search(config, config.stages[0], parse("v5e:2x2"), 3, compile_stage=compile_stage)
     assert len({(stage.mesh, stage.attention.strategy, stage.remat) for stage in seen}) == 3
-    assert [plan.compiled.compute_seconds for _, plan in ranking.plans] == [7.0, 8.0, 9.0]
+    assert [plan.compiled.compute_seconds for _, plan in ranking.plans] == [7.0, 9.0]
+    assert [option.own for option, _ in ranking.plans] == [False, True]
+    assert ranking.plans[-1][0].label == "mesh {fsdp: 1, sp: 4}, ring, remat full (as it is)"
     assert ranking.considered >= 3
     for stage in seen:
         assert stage.mesh.fsdp == 1  # there is one row
@@ -147,6 +151,19 @@ def test_suggest_ranks_what_was_compiled(config: RunConfig) -> None:
         suggest.search(
             config, config.stages[0], parse("v5e:2x2"), 1, compile_stage=lambda *_: compiled(error="no")
         ).check()
+
+
+def test_suggest_makes_a_stage_fit(config: RunConfig) -> None:
+    """Rows that do not fit a device together are taken in parts; what fits nowhere is tried from the smallest on."""
+    many = config.stages[0].model_copy(update={"batch_rows": 2**12, "seq_len": 2**15})
+    found = suggest.candidates(config, many, parse("v5e:2x2"))
+    usable = parse("v5e:2x2").generation.usable_bytes
+    assert found[0].num_bytes <= usable
+    assert found[0].stage.accumulate > 1
+    huge = suggest.candidates(config, many.model_copy(update={"batch_rows": 1, "seq_len": 2**28}), parse("v5e:2x2"))
+    sizes = [each.num_bytes for each in huge]
+    assert sizes[0] > usable
+    assert sizes == sorted(sizes)
 
 
 @pytest.mark.parametrize(
