@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lwm import prediction
-from lwm.check import parameter_counts
+from lwm.check import format_bytes, parameter_counts
 from lwm.config import ConfigError, ResolvedStage, RunConfig, StageConfig, resolve_stage
 from lwm.plan_compile import Compiled, compile_elsewhere
 from lwm.prediction import Advice, Prediction
@@ -122,7 +122,12 @@ def judge(resolved: ResolvedStage, where: Topology, compiled: Compiled, total: i
             where.generation,
             compute_seconds=compiled.compute_seconds,
             exposed_seconds=sum(each.exposed_seconds for each in compiled.traffic),
-            link_seconds=sum(each.seconds for each in compiled.traffic if each.kind != "host-copy"),
+            link_seconds=sum(
+                # Starts can overlap, so they bound nothing.
+                each.seconds - each.count * where.generation.chip.launch_seconds
+                for each in compiled.traffic
+                if each.kind != "host-copy"
+            ),
             local_parameters=local,
         )
     size = local * _FLOAT32
@@ -146,7 +151,9 @@ def verdict(plan: StagePlan) -> str:
     memory, stage = plan.compiled.memory, plan.resolved.stage
     limit = plan.compiled.usable_bytes
     if plan.fits:
-        return f"stage {stage.name} fits {plan.where.name}: {memory.peak / _GB:.1f} of {limit / _GB:.1f} GB a device"
+        return (
+            f"stage {stage.name} fits {plan.where.name}: {format_bytes(memory.peak)} of {format_bytes(limit)} a device"
+        )
     over = memory.peak - limit
     if over <= 0:
         host = plan.where.generation.host_bytes
@@ -166,8 +173,16 @@ def verdict(plan: StagePlan) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`12 ms`, `3.4 s`, `5.6 min`, `7.8 h`, `9.1 days`."""
-    for limit, unit, name in ((1, 1e-3, "ms"), (60, 1, "s"), (3600, 60, "min"), (48 * 3600, 3600, "h")):
+    """`8 us`, `12 ms`, `3.4 s`, `5.6 min`, `7.8 h`, `9.1 days`."""
+    if seconds == 0:
+        return "0"
+    for limit, unit, name in (
+        (1e-3, 1e-6, "us"),
+        (1, 1e-3, "ms"),
+        (60, 1, "s"),
+        (3600, 60, "min"),
+        (48 * 3600, 3600, "h"),
+    ):
         if seconds < limit:
             return f"{seconds / unit:.3g} {name}"
     return f"{seconds / 86400:.3g} days"

@@ -334,6 +334,7 @@ def _links(devices: Any, where: Topology, names: list[str]) -> Callable[[str], L
 
 def _traffic(module: Module, transfer: Transfer, cost: schedule.Cost, link: Link, where: Topology) -> Traffic:
     seconds = prediction.transfer_seconds(transfer.kind, transfer.num_bytes, link, where.generation)
+    seconds += where.generation.chip.launch_seconds
     here = module.computations[transfer.computation]
     hiding = sum(module.seconds_of(here[name], cost) for name in transfer.hidden_by or ())
     return Traffic(

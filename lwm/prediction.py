@@ -8,8 +8,8 @@
     roofline    the slowest of FLOPs executed / peak, bytes / link and bytes / memory: no schedule can be faster
 
 A permute moves its bytes over one link, twice as slowly where some neighbours of the ring are several links apart and
-share them; gathers and reductions use both links
-of every torus dimension that their group spans; an all-to-all of n devices moves n / 4 times its bytes (half the ring).
+share them; gathers and reductions use both links of every torus dimension that their group spans; an all-to-all of n
+devices moves n / 4 times its bytes (half the ring). Each transfer takes `ring.cost`'s launch_seconds to begin with.
 """
 
 import math

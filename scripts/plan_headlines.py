@@ -102,8 +102,8 @@ def as_row(row: Row, plan: StagePlan) -> dict[str, Any]:
 def table(results: dict[str, dict[str, Any]]) -> str:
     """Markdown, in the order of ROWS, of the rows that have been compiled."""
     lines = [
-        "| row | tokens x rows | slice | chips | kernel | peak HBM | may be | host | within | exposed permutes a layer "
-        "| predicted step | predicted MFU | compiled in (CPU) |",
+        "| row | tokens x rows | slice | chips | kernel | peak HBM | may be | host | within "
+        "| exposed a layer: KV, others | predicted step | predicted MFU | compiled in (CPU) |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in ROWS:
@@ -118,7 +118,9 @@ def table(results: dict[str, dict[str, Any]]) -> str:
         took = format_seconds(one["compile_s"])
         if one.get("compile_cpu_s"):
             took += f" ({format_seconds(one['compile_cpu_s'])})"
-        cells += [f"{one['exposed_permutes']:.3g}", step, mfu, took]
+        layers = load_config(row.config).model.num_layers
+        others = one["exposed_collectives"] / layers - one["exposed_permutes"]
+        cells += [f"{one['exposed_permutes']:.3g}, {others:.3g}", step, mfu, took]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
