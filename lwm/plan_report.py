@@ -149,7 +149,7 @@ def draw(plans: Sequence[StagePlan], path: Path) -> None:
         left = [a + b for a, b in zip(left, sizes, strict=True)]
     for name, end, plan in zip(names, left, plans, strict=True):
         share = plan.compiled.memory.peak / plan.compiled.usable_bytes
-        memory.text(end, name, f" {share:.0%}" if share >= 0.01 else f" {share:.1g}", va="center", fontsize="small")
+        memory.text(end, name, f" {100 * share:.2g}%", va="center", fontsize="small")
     if 4 * peak > usable:  # a line far to the right would leave no room for the bars
         memory.axvline(usable / scale, color="black", linestyle="--", label="usable")
         peak = max(peak, usable)

@@ -108,6 +108,15 @@ def test_activations_shrink_with_chunks_and_remat() -> None:
     assert estimate(remat="full") < estimate(remat="attention") < estimate(remat="none")
     assert estimate(mlp_chunk=64) < estimate(mlp_chunk=512) < estimate()
     assert estimate(loss_chunk=64) < estimate()
+
+
+def test_a_batch_in_parts_keeps_one_part_and_two_sums() -> None:
+    config = load_config("tiny")
+    one = check.stage_memory(config, config.stages[1], 8)
+    two = check.stage_memory(config, config.stages[1].model_copy(update={"accumulate": 2}), 8)
+    assert 2 * check.kept_bytes(two.resolved) == check.kept_bytes(one.resolved)
+    assert two.activations < one.activations
+    assert (two.gradients, two.optimizer) == (2 * one.gradients, one.optimizer)
     assert estimate(compute_dtype="bfloat16") < estimate(compute_dtype="float32")
 
 

@@ -49,19 +49,19 @@ def test_one_hop(chip: str, dim: int, kind: str) -> None:
 
 
 def test_ring() -> None:
-    """In every loop over hops a kernel runs between the start and the end of each transfer, and no shard is copied."""
+    """A kernel runs between the start and the end of each transfer of a shard or its gradients, in the loops over hops
+    and around them, and of positions in the loops. No loop copies a shard."""
     text = compile_for("v5p", 8, 128)["text"]
-    loops = [
-        body for body in re.split(r"\n(?=(?:ENTRY )?%)", text)
-        if "collective-permute-start(" in body and not body.startswith("ENTRY")
-    ]  # fmt: skip
+    bodies = [body for body in re.split(r"\n(?=(?:ENTRY )?%)", text) if "collective-permute-start(" in body]
+    loops = [body for body in bodies if not body.startswith("ENTRY")]
     assert len(loops) == 2, "one loop over hops for each pass"
     shard_bytes = 2 * 2048 * 128 * 2
-    for body in loops:
+    for body in bodies:
         for start in re.finditer(r"%(\S+) = \((\S+\[\S+), .* collective-permute-start\(", body):
             between = body[start.end() : body.index(f"collective-permute-done(%{start[1]})")]
-            if num_bytes(start[2]) >= shard_bytes:
+            if num_bytes(start[2]) >= shard_bytes or body in loops:
                 assert re.search(r"%ring_(forward|backward)", between), f"{start[1]} is waited for, with nothing to do"
+    for body in loops:
         for copy in re.finditer(r" = (\S+\[\S+) copy\(", body):
             assert num_bytes(copy[1]) < shard_bytes, f"a shard is copied: {copy[0]}"
 
