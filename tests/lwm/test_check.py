@@ -108,6 +108,7 @@ def test_activations_shrink_with_chunks_and_remat() -> None:
     assert estimate(remat="full") < estimate(remat="attention") < estimate(remat="none")
     assert estimate(mlp_chunk=64) < estimate(mlp_chunk=512) < estimate()
     assert estimate(loss_chunk=64) < estimate()
+    assert estimate(compute_dtype="bfloat16") < estimate(compute_dtype="float32")
 
 
 def test_a_batch_in_parts_keeps_one_part_and_two_sums() -> None:
@@ -117,7 +118,6 @@ def test_a_batch_in_parts_keeps_one_part_and_two_sums() -> None:
     assert 2 * check.kept_bytes(two.resolved) == check.kept_bytes(one.resolved)
     assert two.activations < one.activations
     assert (two.gradients, two.optimizer) == (2 * one.gradients, one.optimizer)
-    assert estimate(compute_dtype="bfloat16") < estimate(compute_dtype="float32")
 
 
 def test_what_does_not_divide_is_refused_in_one_sentence() -> None:
