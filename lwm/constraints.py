@@ -90,6 +90,6 @@ def advance(vocabulary: Vocabulary, rules: Rules, state: State, token_B: jax.Arr
     fresh_B = opens_B | is_eof_B | is_eov_B
     return State(
         inside_B,
-        jnp.where(fresh_B, 0, state.codes_B + state.inside_B),
-        jnp.where(opens_B, 0, state.frames_B + (is_eof_B | is_eov_B)),
+        jnp.where(fresh_B, 0, state.codes_B + state.inside_B.astype(jnp.int32)),
+        jnp.where(opens_B, 0, state.frames_B + (is_eof_B | is_eov_B).astype(jnp.int32)),
     )

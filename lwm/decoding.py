@@ -151,7 +151,7 @@ def _take(
     else:
         token_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     keep_B = ~loop.done_B & (token_B != request.stop)
-    counts_B = loop.counts_B + keep_B
+    counts_B = loop.counts_B + keep_B.astype(jnp.int32)
     return Loop(
         loop.step + 1,
         token_B,

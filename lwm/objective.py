@@ -222,9 +222,8 @@ def _walk_one(
         correct_C = mine_C & (target_C >= top_C)
         terms = (weights_C * nll_C, jnp.where(mine_C, nll_C, 0.0), mine_C, correct_C)
         from_CK = sources_C[:, None] == sources_K
-        sums = sums + jnp.stack(
-            [jnp.sum(jnp.where(from_CK, term[:, None], 0), axis=0, dtype=jnp.float32) for term in terms]
-        )
+        by_source = [jnp.where(from_CK, term[:, None].astype(jnp.float32), 0.0) for term in terms]
+        sums = sums + jnp.stack([jnp.sum(each, axis=0) for each in by_source])
         if with_gradients:
             dlogits_CV = powers_CV * (weights_C / total_C)[:, None] - jnp.where(hit_CV, weights_C[:, None], 0.0)
             dlogits_CV = dlogits_CV.astype(x_CE.dtype)

@@ -1,6 +1,7 @@
 """AdamW (Loshchilov & Hutter, arXiv 1711.05101) with warm-up schedules, clipping and a decay mask, from optax."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +59,17 @@ def make_optimizer(model: ModelConfig, config: OptimizerConfig) -> optax.Gradien
     The learning rate multiplies afterwards (`lwm.step`), because it restarts with each stage where the moments may not.
     """
     return optax.chain(
-        optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
+        adam(config.b1, config.b2, config.eps),
         optax.add_decayed_weights(config.weight_decay, mask=decay_mask(model)),
     )
+
+
+def adam(b1: float, b2: float, eps: float = 1e-8) -> optax.GradientTransformation:
+    """`optax.scale_by_adam`, which raises a float to an integer, also where dtypes are promoted strictly."""
+    plain = optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        with jax.numpy_dtype_promotion("standard"):
+            return plain.update(updates, state, params)
+
+    return optax.GradientTransformation(plain.init, update)

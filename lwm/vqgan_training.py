@@ -26,6 +26,7 @@ from jax import lax
 from lwm import discriminator, vqgan
 from lwm.config import VQGANConfig
 from lwm.lifecycle import NonFiniteLoss
+from lwm.optimizer import adam
 from lwm.vqgan import Params
 
 
@@ -197,7 +198,7 @@ def _rates(recipe: Recipe, learning_rate: float, steps: int) -> np.ndarray:
 
 
 def _optimizer(recipe: Recipe) -> optax.GradientTransformation:
-    return optax.chain(optax.clip_by_global_norm(recipe.clip_norm), optax.scale_by_adam(b1=0.9, b2=0.99))
+    return optax.chain(optax.clip_by_global_norm(recipe.clip_norm), adam(b1=0.9, b2=0.99))
 
 
 def edge_distance(x_BHWC: jax.Array, y_BHWC: jax.Array, scales: int) -> jax.Array:

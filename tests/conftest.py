@@ -1,4 +1,4 @@
-"""Every test sees eight simulated CPU devices; the flag must be set before jax is imported."""
+"""Every test sees eight simulated CPU devices and strict promotion of dtypes, which jax must know when it starts."""
 
 import os
 import socket
@@ -15,6 +15,8 @@ if "xla_force_host_platform_device_count" not in _flags:
         " --xla_cpu_collective_call_terminate_timeout_seconds=600"
     ).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# No dtype is widened without a word, here and in the processes that tests start.
+os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
 
 Environs = Callable[[int], list[dict[str, str]]]
 
