@@ -17,6 +17,8 @@ FLAGS = {
         "--xla_enable_async_all_gather=true",
         "--xla_tpu_prefer_async_allgather_to_allreduce=true",
         "--xla_tpu_enable_ici_ag_pipelining=true",
+        # Transfers of the ring one after the other: two at once would share a link, and hold memory for both.
+        "--xla_max_concurrent_async_collective_permutes=1",
     ),
 }
 _GOOGLE, _PCI_DEVICES = "0x1ae0", {"0x005e": "v4"}

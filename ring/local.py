@@ -106,8 +106,12 @@ def backward(
     dq, dkv = rotate.backward(
         ready.kernel, residual, own, ready.query, route.ring, route.ring_size, in_place=spec.platform == "cpu"
     )
-    dk, dv = _leave_keys(spec, ready, dkv, num_groups)
-    return _leave_queries(spec, ready, dq.astype(q.dtype)), dk.astype(k.dtype), dv.astype(v.dtype), dsinks
+    dq = _leave_queries(spec, ready, dq.astype(q.dtype))
+    dk, dv = (x.astype(k.dtype) for x in _leave_keys(spec, ready, dkv, num_groups))
+    if route.ring_size > 1:
+        # What comes home may be used only once dq is there, too: behind its kernel that last transfer can hide.
+        dq, dk, dv = lax.optimization_barrier((dq, dk, dv))
+    return dq, dk, dv, dsinks
 
 
 def _here(spec: Spec, meta: tuple[jax.Array | None, ...], q: jax.Array) -> tuple[jax.Array | None, ...]:
@@ -115,7 +119,7 @@ def _here(spec: Spec, meta: tuple[jax.Array | None, ...], q: jax.Array) -> tuple
     keeps it: here the positions of every hop, memory that grows with the ring."""
     if spec.route.ring_size == 1:
         return meta
-    return jax.lax.optimization_barrier((meta, q[:1, :1, :1, :1]))[0]
+    return lax.optimization_barrier((meta, q[:1, :1, :1, :1]))[0]
 
 
 def _prepare(spec: Spec, head_dim: int, meta: tuple[jax.Array | None, ...]) -> _Prepared:

@@ -128,8 +128,7 @@ def backward(
 
     shard, dq, dkv = lax.fori_loop(1, size - 1, hop, (arriving, dq, dkv), unroll=kernel.unroll)
     dq, dkv = add(dq, send_on(dkv, axes, size), shard)
-    # What comes home may be used only once dq is there, too: behind its kernel this last transfer can hide.
-    return lax.optimization_barrier((local.finish_dq(dq), send_on(dkv, axes, size)))
+    return local.finish_dq(dq), send_on(dkv, axes, size)
 
 
 def _local(kernel: Kernel | pallas_tpu.Kernel) -> ModuleType:
