@@ -26,11 +26,10 @@ class _Call(NamedTuple):
     def to_bytes(self) -> bytes:
         settings = {name: value for name, value in self.settings.items() if name != "on_tokens"}
         if settings.get("unconditional") is not None:
-            settings["unconditional"] = np.asarray(settings["unconditional"]).tolist()
+            settings["unconditional"] = settings["unconditional"].tolist()
         settings["stream"] = self.settings.get("on_tokens") is not None
-        header = json.dumps(
-            {"sizes": [len(each) for each in self.prompts], "settings": settings}, default=np.generic.item
-        )
+        values = {"sizes": [len(each) for each in self.prompts], "settings": settings}
+        header = json.dumps(values, default=np.generic.item)
         ids = [np.asarray(each, np.int32).tobytes() for each in self.prompts]
         return b"\n".join([header.encode(), b"".join(ids)])
 
@@ -48,6 +47,12 @@ class _Call(NamedTuple):
         return cls(np.split(np.frombuffer(ids, np.int32), ends) if values["sizes"] else [], settings)
 
 
+def _are_ids(array: np.ndarray) -> bool:
+    limits = np.iinfo(np.int32)
+    whole = array.ndim == 1 and np.issubdtype(array.dtype, np.integer)
+    return whole and (not array.size or (limits.min <= int(array.min()) and int(array.max()) <= limits.max))
+
+
 def _tell_nobody(index: int, ids: list[int]) -> None:
     pass
 
@@ -60,7 +65,13 @@ def led(method: Callable[P, R]) -> Callable[P, R]:
         if cluster.leading():
             _, prompts = args
             assert isinstance(prompts, Sequence)
-            cluster.tell(_Call([np.asarray(each) for each in prompts], dict(kwargs)).to_bytes())
+            arrays, settings = [np.asarray(each) for each in prompts], dict[str, Any](kwargs)
+            if settings.get("unconditional") is not None:
+                settings["unconditional"] = np.asarray(settings["unconditional"])
+                arrays.append(settings["unconditional"])
+            # What is not even ids is for the method to refuse, here alone.
+            if all(map(_are_ids, arrays)):
+                cluster.tell(_Call(arrays[: len(prompts)], settings).to_bytes())
         return method(*args, **kwargs)
 
     return call
