@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import yaml
 
 from eval.after_stage import NeedlesAfterStage
@@ -45,6 +46,7 @@ def answers(run: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.usefixtures("ordered_collectives")
 def test_two_processes_ask_as_one(needles_config: RunConfig, environs: Environs, tmp_path: Path) -> None:
     config = needles_config
     path, run = tmp_path / "run.yaml", Path(config.output_dir)

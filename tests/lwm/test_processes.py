@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
-import jax
 import numpy as np
 import pytest
 
@@ -25,11 +24,6 @@ from lwm.config import RunConfig
 from lwm.telemetry import read_metrics
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
-ordered_collectives = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11),
-    reason="jax 0.10 starts a CPU program's collectives in any order: on a busy machine two processes can wait for "
-    "each other's for ever; run this with Python 3.12 and its jax",
-)
 Environs = Callable[[int], list[dict[str, str]]]
 ROOT = Path(__file__).parents[2]
 PATIENCE = 540
@@ -96,7 +90,7 @@ def alone(kept_programs: None, worker: ModuleType, processes: Processes) -> list
     return losses(processes.place / "alone")
 
 
-@ordered_collectives
+@pytest.mark.usefixtures("ordered_collectives")
 def test_two_processes_lose_nothing_to_signals_and_four_go_on(
     worker: ModuleType, processes: Processes, alone: list[float]
 ) -> None:
@@ -140,7 +134,7 @@ def test_two_processes_lose_nothing_to_signals_and_four_go_on(
     Checkpoints(processes.place / "moved" / "checkpoints").verify(12)
 
 
-@ordered_collectives
+@pytest.mark.usefixtures("ordered_collectives")
 def test_a_stopped_peer_is_noticed_by_what_is_not_completed(processes: Processes) -> None:
     """One of two processes is frozen by SIGSTOP: the other says where all of its threads are, and exits with 43."""
     slow = "cluster.heartbeat_seconds=400", "cluster.hang_seconds=30.0", "checkpoint.every_steps=100"
