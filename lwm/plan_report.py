@@ -165,7 +165,7 @@ def draw(plans: Sequence[StagePlan], path: Path) -> None:
         text = f" {format_seconds(predicted.step_seconds)}, MFU {predicted.mfu:.1%}"
         times.text(predicted.compute_seconds + predicted.exposed_seconds, name, text, va="center", fontsize="small")
     times.set_xlabel("seconds a step (predicted)")
-    times.set_xlim(right=1.5 * max((p.step_seconds for _, p in done), default=1))
+    times.set_xlim(right=1.7 * max((p.step_seconds for _, p in done), default=1))
     figure.suptitle(f"{plans[0].where.name}, {plans[0].where.num_devices} devices", fontsize="medium")
     for axes in (memory, times):
         axes.invert_yaxis()
