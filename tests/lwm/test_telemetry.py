@@ -362,7 +362,8 @@ def wandb_records(path: Path) -> list[Any]:
 def test_the_real_thing_runs_offline_without_a_key(tmp_path: Path) -> None:
     """Metrics, a picture, configuration and id are in W&B's own files; TensorBoard's are beside them."""
     program = (
-        "import sys; from pathlib import Path; from PIL import Image\n"
+        # wandb's first import may take longer than the end of a run waits for it, where a machine is busy.
+        "import sys, wandb; from pathlib import Path; from PIL import Image\n"
         "from lwm.config import load_config; from lwm.tracking import open_telemetry\n"
         "run = Path(sys.argv[1])\n"
         "with open_telemetry(load_config('tiny', [f'output_dir={run}', 'telemetry.tensorboard=true'])) as voice:\n"
