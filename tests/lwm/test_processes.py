@@ -153,6 +153,20 @@ def test_a_stopped_peer_is_noticed_by_what_is_not_completed(processes: Processes
     assert "Thread 0x" in stacks
 
 
+@pytest.mark.usefixtures("ordered_collectives")
+def test_where_one_has_no_data_all_stop_at_the_same_step(processes: Processes) -> None:
+    """One of two cannot read its corpus any more: what both have done is saved, and both say why."""
+    assert processes.run("starved", [], ["--at", "2:break-data"]) == [2, 2]
+    stopped = processes.last("starved")
+    assert (stopped.stage, stopped.num_processes) == ("short", 2)
+    assert 2 <= stopped.stage_step <= 5
+    assert len(losses(processes.place / "starved")) == stopped.step
+    for number in (0, 1):
+        said = processes.said("starved", number)
+        assert f"no batch after step {stopped.stage_step} of stage short, which is saved: " in said
+        assert "Input/output error" in said
+
+
 def test_hosts_that_were_started_differently_are_refused(processes: Processes) -> None:
     """Before anything is computed or written; every process says which host it is and what differs."""
     assert processes.run("differing", [], ["seed=1"]) == [2, 2]
