@@ -1,6 +1,11 @@
 """The runner: resuming, batching, torn files, foretelling the end."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +30,7 @@ class Repeater:
 
     def generate(self, prompts, *, max_new_tokens, stop_id):
         if self.kill_after is not None and len(self.batches) == self.kill_after:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGKILL)
         self.batches.append([len(p) for p in prompts])
         return [[int(p[0])] for p in prompts]
 
@@ -49,10 +54,17 @@ def test_token_budget_limits_a_batch():
     assert sizes == [4, 1, 2, 2, 1, 1, 1, 1, 1, 1]
 
 
+def run_and_die() -> None:
+    """The run that is killed, in a process of its own."""
+    path = os.environ["CASES"]
+    runner.run(CASES, Repeater(kill_after=2), path=path, batch_size=3, **OPTIONS)
+
+
 def test_killed_run_continues(tmp_path):
-    path = tmp_path / "cases.jsonl"
-    with pytest.raises(KeyboardInterrupt):
-        runner.run(CASES, Repeater(kill_after=2), path=path, batch_size=3, **OPTIONS)
+    path, here = tmp_path / "cases.jsonl", Path(__file__)
+    program = f"import sys; sys.path.insert(0, {str(here.parent)!r}); import {here.stem} as tests; tests.run_and_die()"
+    environ = os.environ | {"PYTHONPATH": str(here.parents[2]), "CASES": str(path)}
+    assert subprocess.run([sys.executable, "-c", program], env=environ, check=False).returncode == -signal.SIGKILL
     assert len(path.read_text().splitlines()) == 5
     second = Repeater()
     records = runner.run(CASES, second, path=path, batch_size=3, **OPTIONS)
