@@ -54,15 +54,14 @@ def plan(
     if suggest:
         _suggest(run, stages, where, candidates or 3, as_json)
         return
-    plans = _plan_all(run, stages, where, keep)
-    if plot is not None:
-        plan_report.draw(plans, plot)
+    plans = _plan_all(run, stages, where, keep, plot)
     if as_json:
         print(planning.to_json(run, plans))
     else:
         plan_report.print_report(run, plans, _console())
-        if plot is not None:
-            print(f"plot: {plot}")
+    if plot is not None:
+        plan_report.draw(plans, plot)
+        print(f"plot: {plot}", file=sys.stderr if as_json else sys.stdout)
     failed = [each for each in plans if not each.fits]
     if failed:
         raise ValueError("; ".join(planning.verdict(each) for each in failed))
@@ -87,7 +86,7 @@ def _console() -> "Console":
 
 
 def _plan_all(
-    run: "RunConfig", stages: "Sequence[StageConfig]", where: "Topology", keep: Path | None
+    run: "RunConfig", stages: "Sequence[StageConfig]", where: "Topology", keep: Path | None, plot: Path | None
 ) -> "list[StagePlan]":
     from lwm import plan as planning
     from lwm.config import resolve_stage
@@ -96,8 +95,9 @@ def _plan_all(
 
     for each in stages:  # what cannot be divided is refused before anything is compiled
         resolve_stage(run, each, where.num_devices)
-    if keep is not None:
-        keep.mkdir(parents=True, exist_ok=True)
+    for folder in (keep, None if plot is None else plot.parent):
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
     plans = []
     with Progress(f"compile for {where.name}", len(stages), unit="stages") as progress:
         for number, each in enumerate(stages):

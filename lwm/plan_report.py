@@ -9,6 +9,7 @@ from rich.table import Table
 from lwm.check import format_bytes
 from lwm.config import RunConfig
 from lwm.plan import StagePlan, format_seconds, verdict
+from lwm.prediction import Prediction
 from lwm.telemetry import format_count
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -68,24 +69,25 @@ def time_table(plans: Sequence[StagePlan]) -> Table:
         table.add_column(name, justify="right")
     for plan in plans:
         stage, predicted = plan.resolved.stage, plan.predicted
-        times = ("-",) * 4
-        if predicted is not None:
-            times = (
-                format_seconds(predicted.step_seconds),
-                f"{predicted.mfu:.1%}",
-                format_count(predicted.tokens_per_second),
-                format_seconds(predicted.stage_hours * 3600),
-            )
         table.add_row(
             stage.name,
             f"{plan.work.executed * plan.where.num_devices:.3g}",
             f"{plan.work.executed:.3g}",
-            *times,
+            *predicted_cells(predicted),
+            "-" if predicted is None else format_seconds(predicted.stage_hours * 3600),
             format_count(stage.tokens_per_step * stage.steps),
             f"{plan.exposed_permutes:.3g} a layer",
             format_seconds(plan.compiled.compile_seconds),
         )
     return table
+
+
+def predicted_cells(predicted: Prediction | None) -> tuple[str, str, str]:
+    """A step's seconds, MFU and tokens a second, for a table."""
+    if predicted is None:
+        return "-", "-", "-"
+    rate = format_count(predicted.tokens_per_second)
+    return format_seconds(predicted.step_seconds), f"{predicted.mfu:.1%}", rate
 
 
 def transfer_table(plan: StagePlan) -> Table:
@@ -170,5 +172,4 @@ def draw(plans: Sequence[StagePlan], path: Path) -> None:
     for axes in (memory, times):
         axes.invert_yaxis()
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=5, fontsize="x-small", frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

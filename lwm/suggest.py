@@ -18,8 +18,8 @@ from lwm.check import format_bytes, stage_memory
 from lwm.config import MeshConfig, RunConfig, StageConfig
 from lwm.plan import Compile, StagePlan, format_seconds, plan_stage, verdict
 from lwm.plan_compile import compile_elsewhere
+from lwm.plan_report import predicted_cells
 from lwm.sharding import parameter_table
-from lwm.telemetry import format_count
 from lwm.topology import Topology
 from ring import cost
 
@@ -212,20 +212,13 @@ def print_ranking(rankings: Sequence[Ranking], console: Console) -> None:
             table.add_column(name, justify="right")
         for option, plan in ranking.plans:
             predicted = plan.predicted
-            times = ("-",) * 4
-            if predicted is not None:
-                times = (
-                    format_seconds(predicted.step_seconds),
-                    f"{predicted.mfu:.1%}",
-                    format_count(predicted.tokens_per_second),
-                    format_seconds(predicted.exposed_seconds),
-                )
             table.add_row(
                 option.label,
                 format_bytes(plan.compiled.memory.peak),
                 format_bytes(plan.compiled.usable_bytes),
                 "yes" if plan.fits else "NO",
-                *times,
+                *predicted_cells(predicted),
+                "-" if predicted is None else format_seconds(predicted.exposed_seconds),
                 format_seconds(option.seconds),
             )
         console.print(table)

@@ -43,7 +43,7 @@ TOKENS = P(None, "sp", None, None)
 def reference_attention(mesh: jax.sharding.Mesh, chunk: int) -> Callable | None:
     """PyPI ringattention 0.1.2, or None if it is not installed."""
     if not hasattr(jax.lib, "xla_bridge"):
-        jax.lib.xla_bridge = jax.extend.backend  # type: ignore[attr-defined]  # the package looks for it there
+        vars(jax.lib)["xla_bridge"] = jax.extend.backend  # the package looks for it there
     try:
         from ringattention import ringattention_jax
     except ImportError:

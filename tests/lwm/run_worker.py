@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from typing import Any
+from unittest import mock
 
 from lwm import cli, cluster
 from lwm.config import RunConfig
@@ -108,11 +109,10 @@ def main() -> None:
                 def broken(self: Any) -> Any:
                     raise OSError(5, "Input/output error", "corpus")
 
-                Batches.__next__ = broken  # type: ignore[method-assign]
+                mock.patch.object(Batches, "__next__", broken).start()
 
-        telemetry.step = step  # type: ignore[method-assign]
-        trainer.train(config, telemetry=telemetry, only=arguments.stage)
-        telemetry.close()
+        with telemetry, mock.patch.object(telemetry, "step", step):
+            trainer.train(config, telemetry=telemetry, only=arguments.stage)
 
     sys.exit(cli.run([], program=program))
 

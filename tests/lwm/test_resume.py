@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +44,8 @@ def train(config: RunConfig, at_step: Callable[[int], None] = lambda step: None)
             report(done)
             at_step(done.global_step)
 
-        telemetry.step = hooked  # type: ignore[method-assign]
-        trainer.train(config, telemetry=telemetry)
+        with mock.patch.object(telemetry, "step", hooked):
+            trainer.train(config, telemetry=telemetry)
     return console.getvalue()
 
 

@@ -87,8 +87,8 @@ def test_inspect_decodes_what_it_shows(tmp_path: Path, capsys: pytest.CaptureFix
     tokenizer = train_tokenizer(sentences, tmp_path / "t.model", size=110)
     vocabulary = Vocabulary(512, 1024, 1056)
     examples = [tokenize(document(" ".join(sentences[: k + 1]), id=f"d{k}"), tokenizer, vocabulary) for k in range(40)]
-    made = {"vocabulary": vocabulary, "input_fingerprint": "x", "tokenizers": {"text": tokenizer.fingerprint}}
-    build_corpus(tmp_path / "c", "text", examples, **made)  # type: ignore[arg-type]
+    made_with = {"text": tokenizer.fingerprint}
+    build_corpus(tmp_path / "c", "text", examples, vocabulary=vocabulary, input_fingerprint="x", tokenizers=made_with)
     command = ["data", "inspect", str(tmp_path / "c"), "--config", "tiny", "--out", str(tmp_path / "look")]
     config = tmp_path / "tiny.yaml"
     from lwm.config import find_config

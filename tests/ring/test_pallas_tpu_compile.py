@@ -72,7 +72,9 @@ def kernels_in(text: str) -> dict[str, int]:
 
 
 def num_bytes(shape: str) -> int:
-    dtype, dims = re.match(r"([a-z]+\d*)\[([\d,]*)\]", shape).groups()  # type: ignore[union-attr]  # printed by XLA
+    printed = re.match(r"([a-z]+\d*)\[([\d,]*)\]", shape)
+    assert printed is not None
+    dtype, dims = printed.groups()
     size = {"pred": 1, "bf16": 2}.get(dtype, 4)
     for dim in filter(None, dims.split(",")):
         size *= int(dim)
